@@ -1,0 +1,183 @@
+"""Branches: fork, free and append over shared blocks. **This file decides when a block is copied.**
+
+Two things grow along a branch, both persistent lists: its blocks (where K/V of its tokens lie) and its tokens. A
+chosen token is appended at once; its slot is reserved at the start of the next step, when its K/V are computed. The
+last token of a finished branch never gets a slot.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from cowbeam.decoder.blocks import Block, BlockCopy, BlockId, BlockPool, OutOfBlocksError, block_table
+from cowbeam.decoder.chain import Link, links, release
+
+
+class Token(Link):
+    """One generated token of a branch.
+
+    ``logprob`` is of the processed distribution it was chosen from; ``beam`` is the rank of the branch it continued
+    (transformers' ``beam_indices``); ``length`` counts generated tokens up to and including this one.
+    """
+
+    __slots__ = ("beam", "length", "logprob", "token_id")
+
+    def __init__(self, parent: "Token | None", token_id: int, logprob: float, beam: int) -> None:
+        super().__init__(parent)
+        self.token_id = token_id
+        self.logprob = logprob
+        self.beam = beam
+        self.length: int = 1 if parent is None else parent.length + 1
+
+
+class Event(NamedTuple):
+    """What happened to a block or a branch, for frames. ``tokens`` counts the slots a CoW had to carry over."""
+
+    kind: Literal["fork", "prune", "allocate", "cow", "free", "finish"]
+    branch: int | None = None
+    block: BlockId | None = None
+    source: int | None = None
+    tokens: int = 0
+
+
+class Branch:
+    """One live token chain: its last block, its last token, and how many of its tokens have a slot."""
+
+    __slots__ = ("branch_id", "last_block", "last_token", "num_slots", "row")
+
+    def __init__(self, branch_id: int, last_block: Block | None, last_token: Token | None, num_slots: int) -> None:
+        self.branch_id = branch_id
+        self.last_block = last_block
+        self.last_token = last_token
+        self.num_slots = num_slots
+        self.row: int | None = None  # its line in the device's table of the last step; children start from it
+
+    @property
+    def block_table(self) -> list[BlockId]:
+        """Its block ids in logical order: O(blocks)."""
+        return block_table(self.last_block)
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Its generated tokens, oldest first: O(tokens)."""
+        return links(self.last_token)
+
+
+class BranchTree:
+    """The branches of one group over a pool that groups share; counts what the group holds.
+
+    ``num_blocks`` and ``num_tokens`` are the group's distinct live blocks and distinct live tokens (prompt included).
+    ``events`` collects what happens while it is a list.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.branches: dict[int, Branch] = {}
+        self.num_blocks = 0
+        self.num_tokens = 0
+        self.num_cow_copies = 0
+        self.events: list[Event] | None = None
+        self._prompt_tokens = 0
+        self._next_id = 0
+
+    def plant(self, num_prompt_tokens: int) -> Branch:
+        """The first branch, with slots for the whole prompt. Raises OutOfBlocksError before anything is taken."""
+        assert not self._next_id, "a tree is planted once"
+        needed = -(-num_prompt_tokens // self.pool.block_size)
+        if needed > self.pool.num_free:
+            raise OutOfBlocksError(f"the prompt needs {needed} blocks, {self.pool.num_free} are free")
+        last_block: Block | None = None
+        branch = self._add(Branch(0, None, None, num_prompt_tokens))
+        for _ in range(needed):
+            follower = self._allocate(last_block, branch)
+            self.pool.release(last_block)  # from here on the follower holds it, not the branch
+            last_block = follower
+        branch.last_block = last_block
+        self._prompt_tokens = self.num_tokens = num_prompt_tokens
+        return branch
+
+    def fork(self, parent: Branch) -> Branch:
+        """A branch that shares all of ``parent``'s blocks and tokens: O(1), whatever their number."""
+        for link in (parent.last_block, parent.last_token):
+            if link is not None:
+                link.ref_count += 1
+        child = self._add(Branch(self._next_id, parent.last_block, parent.last_token, parent.num_slots))
+        child.row = parent.row
+        self._record(Event("fork", branch=child.branch_id, source=parent.branch_id))
+        return child
+
+    def free(self, branch: Branch) -> None:
+        """Drop ``branch``; blocks and tokens that only it held are gone with it."""
+        del self.branches[branch.branch_id]
+        self._record(Event("prune", branch=branch.branch_id))
+        self.num_tokens -= len(release(branch.last_token))
+        freed = self.pool.release(branch.last_block)
+        self.num_blocks -= len(freed)
+        for block in freed:
+            self._record(Event("free", block=block.block_id))
+        if not self.branches:
+            self.num_tokens -= self._prompt_tokens
+
+    def append_token(self, branch: Branch, token_id: int, logprob: float, beam: int) -> None:
+        """Record the token chosen for ``branch``; its slot is reserved by ``append_slot`` when it is computed."""
+        token = Token(branch.last_token, token_id, logprob, beam)
+        release(branch.last_token)  # the new token holds it now
+        branch.last_token = token
+        self.num_tokens += 1
+
+    def blocks_needed(self, branches: Iterable[Branch]) -> int:
+        """How many blocks ``append_slot`` on each of ``branches`` will take: new last blocks plus CoW copies."""
+        needed = 0
+        appending: Counter[Block] = Counter()
+        for branch in branches:
+            if branch.num_slots % self.pool.block_size and branch.last_block is not None:
+                appending[branch.last_block] += 1
+            else:
+                needed += 1
+        # The last holder left writes in place; every one before it copies.
+        return needed + sum(min(count, block.ref_count - 1) for block, count in appending.items())
+
+    def append_slot(self, branch: Branch) -> BlockCopy | None:
+        """Reserve the slot of ``branch``'s next token; return the copy that must run before it is written.
+
+        Full last block: a new one follows it. Room and no other holder: written in place. Room but other holders:
+        copy-on-write, since they still read the slots before it.
+        """
+        last, filled = branch.last_block, branch.num_slots % self.pool.block_size
+        branch.num_slots += 1
+        if last is None or filled == 0:
+            branch.last_block = self._allocate(last, branch)
+            self.pool.release(last)  # the follower holds it now
+            return None
+        if last.ref_count == 1:
+            return None
+        fresh = self._allocate(last.parent, branch, copied_from=last, filled=filled)
+        self.pool.release(last)
+        branch.last_block = fresh
+        self.num_cow_copies += 1
+        return BlockCopy(last.block_id, fresh.block_id)
+
+    def slot(self, branch: Branch) -> int:
+        """The slot of ``branch``'s newest reserved token: ``block_id * block_size + offset``."""
+        assert branch.last_block is not None, "a branch without blocks has no slot"
+        return branch.last_block.block_id * self.pool.block_size + (branch.num_slots - 1) % self.pool.block_size
+
+    def _allocate(
+        self, parent: Block | None, branch: Branch, copied_from: Block | None = None, filled: int = 0
+    ) -> Block:
+        block = self.pool.allocate(parent)
+        self.num_blocks += 1
+        if copied_from is None:
+            self._record(Event("allocate", branch=branch.branch_id, block=block.block_id))
+        else:
+            self._record(Event("cow", branch.branch_id, block.block_id, source=copied_from.block_id, tokens=filled))
+        return block
+
+    def _add(self, branch: Branch) -> Branch:
+        self.branches[branch.branch_id] = branch
+        self._next_id += 1
+        return branch
+
+    def _record(self, event: Event) -> None:
+        if self.events is not None:
+            self.events.append(event)
