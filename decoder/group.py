@@ -1,0 +1,183 @@
+"""A group: the branches of one request, from prompt to completions."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cowbeam.decoder.beam_search import BeamSearch
+from cowbeam.decoder.blocks import BlockPool
+from cowbeam.decoder.branches import Branch, BranchTree, Event
+from cowbeam.decoder.chain import links
+from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
+from cowbeam.decoder.params import BeamSearchParams, Params
+from cowbeam.decoder.sampling import Sampling
+from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and what is asked of it. ``seed`` is set where draws are made."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: Params
+    eos_ids: frozenset[int]
+    seed: int | None
+
+    @property
+    def is_greedy(self) -> bool:
+        """One branch that takes the likeliest token."""
+        return isinstance(self.params, BeamSearchParams) and self.params.num_beams == 1
+
+
+@dataclass(frozen=True)
+class KVBytes:
+    """What KV costs: bytes of one token in all layers, and the layers that transformers would crop to a window."""
+
+    per_token: int
+    windows: tuple[tuple[int, int], ...]  # (bytes of a token, tokens kept at most) of each group of sliding layers
+
+    def copied(self, num_tokens: int) -> int:
+        """What transformers keeps for one branch of ``num_tokens`` tokens."""
+        cropped = sum(per_token * max(0, num_tokens - kept) for per_token, kept in self.windows)
+        return num_tokens * self.per_token - cropped
+
+
+def make_strategy(request: Request) -> BeamSearch | Sampling:
+    """The strategy that ``request`` asks for."""
+    params = request.params
+    if isinstance(params, BeamSearchParams) and not request.is_greedy:
+        return BeamSearch(params, request.eos_ids)
+    length_penalty = params.length_penalty if isinstance(params, BeamSearchParams) else 1.0
+    return Sampling(params, request.eos_ids, length_penalty)
+
+
+class Group:
+    """One request in flight. ``branches`` are the live ones in rank order; before the first choice it is one."""
+
+    def __init__(self, request: Request, pool: BlockPool, kv_bytes: KVBytes) -> None:
+        self.request = request
+        self.strategy = make_strategy(request)
+        self.tree = BranchTree(pool)
+        self.branches: list[Branch] = []
+        self.parents: list[int] = []  # of the last choice: each branch's parent branch id, for frames
+        self.steps = self.decode_tokens = 0
+        self._kv_bytes = kv_bytes
+        self._peak_blocks = self._peak_tokens = self._peak_copied = 0
+        self._started = time.perf_counter()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens of each live branch."""
+        token = self.branches[0].last_token if self.branches else None
+        return token.length if token else 0
+
+    def plant(self) -> Branch:
+        """Reserve the prompt's slots; it will be computed once, for all branches to come."""
+        branch = self.tree.plant(self.num_prompt_tokens)
+        self.branches = [branch]
+        return branch
+
+    def choose(self, candidates: Sequence[Candidate]) -> list[Continuation]:
+        """Let the strategy choose and make its choice the live branches; returns it. Frees everything when done."""
+        self.steps += 1
+        # Before the first choice one branch stands for all ranks.
+        ranked = self.branches * self.strategy.width if self.num_generated == 0 else self.branches
+        continuations = self.strategy.select(candidates, [branch.last_token for branch in ranked])
+        self._advance(ranked, continuations)
+        return continuations
+
+    def _advance(self, ranked: Sequence[Branch], continuations: Sequence[Continuation]) -> None:
+        """Fork, free, append. A parent's first child keeps the branch; the dropped are freed after all forks."""
+        taken: set[int] = set()
+        successors: list[Branch] = []
+        self.parents = []
+        for continuation in continuations:
+            parent = ranked[continuation.beam]
+            self.parents.append(parent.branch_id)
+            successors.append(self.tree.fork(parent) if parent.branch_id in taken else parent)
+            taken.add(parent.branch_id)
+        for branch in self.branches:
+            if branch.branch_id not in taken:
+                self.tree.free(branch)
+        for branch, continuation in zip(successors, continuations, strict=True):
+            self.tree.append_token(branch, continuation.token_id, continuation.logprob, continuation.beam)
+        self.branches = successors
+
+    def measure(self) -> None:
+        """Note the peaks; called when the step's slots are reserved and nothing of it is freed yet."""
+        self._peak_blocks = max(self._peak_blocks, self.tree.num_blocks)
+        self._peak_tokens = max(self._peak_tokens, self.tree.num_tokens)
+        self._peak_copied = max(self._peak_copied, self.memory.copied)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """KV bytes now, beside the baselines."""
+        length = self.num_prompt_tokens + self.num_generated
+        copied = self.strategy.width * self._kv_bytes.copied(length) if self.branches else 0
+        return self._memory(self.tree.num_blocks, self.tree.num_tokens, copied)
+
+    def _memory(self, blocks: int, tokens: int, copied: int) -> MemoryUse:
+        per_token, params = self._kv_bytes.per_token, self.request.params
+        return MemoryUse(
+            used=blocks * self.tree.pool.block_size * per_token,
+            unique=tokens * per_token,
+            copied=copied,
+            contiguous=params.width * (self.num_prompt_tokens + params.max_new_tokens) * per_token,
+        )
+
+    def free(self) -> None:
+        """Give every block back."""
+        for branch in self.branches:
+            self.tree.free(branch)
+        self.branches = []
+
+    def result(self, texts: Sequence[str], attention: str) -> DecodeResult:
+        """The finished request; ``texts`` are of ``hypotheses``, in their order."""
+        stats = DecodeStats(
+            steps=self.steps,
+            prefill_tokens=self.num_prompt_tokens,
+            decode_tokens=self.decode_tokens,
+            cow_copies=self.tree.num_cow_copies,
+            peak_blocks=self._peak_blocks,
+            bytes_per_block=self.tree.pool.block_size * self._kv_bytes.per_token,
+            block_size=self.tree.pool.block_size,
+            peak_memory=self._memory(self._peak_blocks, self._peak_tokens, self._peak_copied),
+            attention=attention,
+            seconds=time.perf_counter() - self._started,
+        )
+        pairs = zip(self.strategy.hypotheses, texts, strict=True)
+        completions = tuple(completion(index, hypothesis, text) for index, (hypothesis, text) in enumerate(pairs))
+        return DecodeResult(self.request.prompt_token_ids, completions, stats, self.request.seed)
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What happened since the last call, where the tree records."""
+        happened = tuple(self.tree.events or ())
+        if self.tree.events is not None:
+            self.tree.events = []
+        return happened
+
+
+def hypothesis_token_ids(hypothesis: Hypothesis) -> tuple[int, ...]:
+    """The generated ids, the last one included."""
+    return (*(token.token_id for token in links(hypothesis.prefix)), hypothesis.last.token_id)
+
+
+def completion(index: int, hypothesis: Hypothesis, text: str) -> Completion:
+    """The hypothesis as users get it."""
+    prefix = links(hypothesis.prefix)
+    return Completion(
+        index=index,
+        text=text,
+        token_ids=hypothesis_token_ids(hypothesis),
+        logprobs=(*(token.logprob for token in prefix), hypothesis.last.logprob),
+        cumulative_logprob=hypothesis.cumulative_logprob,
+        score=hypothesis.score,
+        finish_reason=hypothesis.finish_reason,
+        stop_reason=hypothesis.stop_reason,
+        beams=(*(token.beam for token in prefix), hypothesis.last.beam),
+    )

@@ -1,0 +1,74 @@
+"""What a decode returns."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length", "aborted"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One returned sequence.
+
+    ``token_ids`` are the generated ones, the EOS included; ``logprobs`` has one number a token, of the processed
+    distribution it was chosen from. ``sum(logprobs) == cumulative_logprob`` and
+    ``score == cumulative_logprob / len(token_ids) ** length_penalty`` (samples count length_penalty as 1).
+    ``stop_reason`` is the EOS id that ended it. ``beams[t]`` is the rank of the branch that token t continued
+    (transformers' ``beam_indices``, less its offset of the prompt).
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    cumulative_logprob: float
+    score: float
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    beams: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """KV bytes at the peak beside their baselines, each at its own peak.
+
+    ``used``: live blocks × bytes a block. ``unique``: distinct live tokens, the least possible. ``copied``: one full
+    copy a branch, as transformers keeps (sliding layers cropped as it crops them). ``contiguous``: every branch
+    reserves its maximum length at the start.
+    """
+
+    used: int
+    unique: int
+    copied: int
+    contiguous: int
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """What one request cost.
+
+    ``steps``: forward passes it took part in. ``prefill_tokens``: prompt tokens computed, each once.
+    ``decode_tokens``: generated tokens computed. ``peak_blocks`` and ``peak_memory``: of this request alone.
+    ``attention``: the path its steps took ("triton" or "torch").
+    """
+
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    cow_copies: int
+    peak_blocks: int
+    bytes_per_block: int
+    block_size: int
+    peak_memory: MemoryUse
+    attention: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """The completions of one prompt (beams: best first; samples: by index) and what they cost."""
+
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    stats: DecodeStats
+    seed: int | None
