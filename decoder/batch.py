@@ -1,0 +1,110 @@
+"""The device batch: which branch is which row, and the flat block tables the kernels read.
+
+The persistent lists are the host's copy of the block tables: the scheduler decides by them. The flat table here is
+the device's copy. A step sends one source row and one (column, block id) a row, so the host's work does not grow with
+the context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from cowbeam.decoder.blocks import BlockCopy
+from cowbeam.decoder.branches import Branch
+from cowbeam.decoder.group import Group
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodeInputs:
+    """One step's rows. All tensors lie on the device; ``rows_of_group[g]`` are group g's rows in rank order."""
+
+    token_ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    slots: Tensor  # [rows]
+    lengths: Tensor  # [rows] int32, this step's token included
+    block_tables: Tensor  # [rows, columns] int32; what lies past a row's length is garbage
+    group_starts: list[bool]  # a row with which a group begins
+    rows_of_group: list[list[int]]
+    copies: list[BlockCopy]
+
+
+class Batch:
+    """Keeps the flat block tables on the device between steps."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._block_size = block_size
+        self._device = device
+        self._tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
+
+    def add_prompt(self, group: Group) -> None:
+        """Give the group's one branch a row: its whole table is sent once."""
+        (branch,) = group.branches
+        total = group.num_prompt_tokens + group.request.params.max_new_tokens
+        self._widen(-(-total // self._block_size))
+        row = torch.zeros(1, self._tables.shape[1], dtype=torch.int32)
+        table = branch.block_table
+        row[0, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        branch.row = len(self._tables)
+        self._tables = torch.cat([self._tables, row.to(self._device)])
+
+    def _widen(self, columns: int) -> None:
+        missing = columns - self._tables.shape[1]
+        if missing > 0:
+            self._tables = torch.nn.functional.pad(self._tables, (0, missing))
+
+    def arrange(self, groups: Sequence[Group]) -> DecodeInputs:
+        """Reserve a slot for every branch and lay the rows out: groups one after the other, each in tree order.
+
+        Children sorted by their parents' rows stay in depth-first order, so rows that share a block are neighbours.
+        """
+        branches: list[Branch] = []
+        copies: list[BlockCopy] = []
+        group_starts: list[bool] = []
+        needed = sum(group.tree.blocks_needed(group.branches) for group in groups)
+        free = groups[0].tree.pool.num_free
+        assert needed <= free, f"the step needs {needed} blocks, {free} are free: the scheduler admitted too much"
+        for group in groups:
+            in_tree_order = sorted(group.branches, key=_row)
+            copied = (group.tree.append_slot(branch) for branch in in_tree_order)
+            copies += [copy for copy in copied if copy is not None]
+            branches += in_tree_order
+            group_starts += [True] + [False] * (len(in_tree_order) - 1)
+        columns = [(branch.num_slots - 1) // self._block_size for branch in branches]
+        sources = [_row(branch) for branch in branches]
+        for row, branch in enumerate(branches):
+            branch.row = row
+        rows_of_group = [[_row(branch) for branch in group.branches] for group in groups]
+        return self._upload(branches, sources, columns, group_starts, rows_of_group, copies)
+
+    def _upload(
+        self,
+        branches: Sequence[Branch],
+        sources: Sequence[int],
+        columns: Sequence[int],
+        group_starts: list[bool],
+        rows_of_group: list[list[int]],
+        copies: list[BlockCopy],
+    ) -> DecodeInputs:
+        token_ids = [branch.last_token.token_id for branch in branches if branch.last_token is not None]
+        last_blocks = [branch.last_block.block_id for branch in branches if branch.last_block is not None]
+        positions = [branch.num_slots - 1 for branch in branches]
+        packed = torch.tensor([token_ids, last_blocks, positions, sources, columns])
+        token_ids_, blocks_, positions_, sources_, columns_ = packed.to(self._device, non_blocking=True)
+        self._tables = self._tables[sources_]
+        self._tables.scatter_(1, columns_[:, None], blocks_[:, None].int())
+        return DecodeInputs(
+            token_ids=token_ids_,
+            positions=positions_,
+            slots=blocks_ * self._block_size + positions_ % self._block_size,
+            lengths=(positions_ + 1).int(),
+            block_tables=self._tables,
+            group_starts=group_starts,
+            rows_of_group=rows_of_group,
+            copies=copies,
+        )
+
+
+def _row(branch: Branch) -> int:
+    assert branch.row is not None, f"branch {branch.branch_id} has no row"
+    return branch.row

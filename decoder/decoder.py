@@ -1,0 +1,314 @@
+"""``Decoder``: the public interface."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Self, overload
+
+import numpy as np
+import torch
+from cowbeam.decoder.default_model import resolve_default_model
+from cowbeam.decoder.engine import Engine, Run
+from cowbeam.decoder.frames import Frame
+from cowbeam.decoder.group import Request
+from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes
+from cowbeam.decoder.model_adapter import AttentionPath, ModelAdapter
+from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
+from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
+from cowbeam.decoder.self_check import check_paged_logits
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int]
+
+DEFAULT_KV_MEMORY = 2 * 2**30  # bytes, on a CPU: memory that is never written is never taken
+
+
+class Decoder:
+    """Decodes beams and parallel samples of one model over copy-on-write KV blocks.
+
+    Args:
+        model: any transformers causal LM, loaded and in eval mode.
+        tokenizer: needed for prompts and completions as text.
+        block_size: slots a block, a power of two (the Triton path takes 8 and more).
+        num_blocks: size of the pool; None derives it from memory.
+        memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
+        kv_memory: on a CPU, bytes of the pool (2 GiB).
+        attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
+
+    Raises:
+        ValueError: for a model that cannot be decoded over blocks, saying why, or a knob out of range.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float = 0.9,
+        kv_memory: int | None = None,
+        attention: Literal["auto", "triton", "torch"] = "auto",
+    ) -> None:
+        _check_knobs(block_size, num_blocks, memory_fraction, kv_memory)
+        self.model = model
+        self.tokenizer = tokenizer
+        self._adapter = ModelAdapter(model, _attention_path(attention, model, block_size))
+        shapes = self._adapter.probe(num_tokens=2)
+        check_paged_logits(self._adapter, shapes, block_size)
+        if num_blocks is None:
+            num_blocks = _blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
+        cache = KVCache(shapes, num_blocks, block_size)
+        self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str] | None = None,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        device_map: Any = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float = 0.9,
+        kv_memory: int | None = None,
+        attention: Literal["auto", "triton", "torch"] = "auto",
+        **model_kwargs: Any,
+    ) -> Self:
+        """Load a model and its tokenizer by hub name or path; None means the default model.
+
+        Args:
+            name_or_path: what ``AutoModelForCausalLM.from_pretrained`` takes.
+            device: where the model goes; None means CUDA if there is one.
+            dtype: of the weights; None means bfloat16 on CUDA and float32 on a CPU.
+            device_map: given to transformers instead of ``device``.
+            model_kwargs: given to ``AutoModelForCausalLM.from_pretrained``.
+
+        The other arguments are the constructor's.
+
+        Raises:
+            ValueError: the model cannot be found, loaded or decoded over blocks.
+        """
+        name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **model_kwargs)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"the model {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        if device_map is None:
+            model.to(device)
+        return cls(
+            model.eval(),
+            tokenizer,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
+            kv_memory=kv_memory,
+            attention=attention,
+        )
+
+    @overload
+    def generate(  # type: ignore[overload-overlap]  # str is a sequence of str, but text is one prompt
+        self, prompts: Prompt, params: Params | None = None
+    ) -> DecodeResult: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None
+    ) -> list[DecodeResult]: ...
+    def generate(self, prompts: Any, params: Any = None) -> DecodeResult | list[DecodeResult]:
+        """Decode one prompt or many, together.
+
+        Args:
+            prompts: text, token ids (a list of ints is one prompt), or a list of such.
+            params: for all prompts, or a list with one for each; None means ``BeamSearchParams()``.
+
+        Returns:
+            A result for one prompt; for a list of prompts a list of results in their order.
+
+        Raises:
+            ValueError: a prompt or parameter cannot be used; nothing was decoded then.
+        """
+        single = _is_one_prompt(prompts)
+        requests = self._requests([prompts] if single else list(prompts), params)
+        engine = self._running_engine()
+        for request in requests:
+            engine.check_fits(request)
+        runs: list[Run] = []
+        try:
+            runs += [engine.add(request) for request in requests]
+            for run in runs:
+                while not run.is_over:
+                    engine.step(run)
+                if run.error is not None:
+                    raise run.error
+        finally:
+            for run in runs:
+                engine.abort(run)
+        results = [run.result for run in runs if run.result is not None]
+        return results[0] if single else results
+
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Frame]:
+        """Decode one prompt and watch: a frame a step; the last one holds the result.
+
+        Closing the iterator ends the search and frees its blocks. Raises ValueError before the first frame, at the
+        call, for what cannot be decoded.
+        """
+        if not _is_one_prompt(prompt):
+            raise ValueError(f"stream takes one prompt, got a {type(prompt).__name__} of {len(prompt)}")
+        (request,) = self._requests([prompt], params)
+        engine = self._running_engine()
+        engine.check_fits(request)
+        return self._frames(engine, request)
+
+    def _frames(self, engine: Engine, request: Request) -> Iterator[Frame]:
+        run = engine.add(request, watched=True)
+        assert run.frames is not None
+        try:
+            while True:
+                while run.frames:
+                    yield run.frames.popleft()
+                if run.error is not None:
+                    raise run.error
+                if run.is_over:
+                    return
+                engine.step(run)
+        finally:
+            engine.abort(run)
+
+    def close(self) -> None:
+        """Give the pool's memory back; the decoder cannot be used afterwards."""
+        self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self._running_engine().pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+        return self._running_engine().pool.num_free
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of pool and branches; for tests."""
+        self._running_engine().check_integrity()
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise ValueError("the decoder is closed")
+        return self._engine
+
+    def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
+        each = params if isinstance(params, Sequence) else [params or BeamSearchParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} params")
+        return [self._request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+
+    def _request(self, prompt: Prompt, params: Params) -> Request:
+        if not isinstance(params, BeamSearchParams | SamplingParams):
+            raise ValueError(f"params must be BeamSearchParams or SamplingParams, got {type(params).__name__}")
+        token_ids = self._token_ids(prompt)
+        limit = self._adapter.max_length
+        if limit is not None and len(token_ids) + params.max_new_tokens > limit:
+            raise ValueError(
+                f"a prompt of {len(token_ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the model's "
+                f"{limit} positions"
+            )
+        draws = isinstance(params, SamplingParams) or params.do_sample
+        seed = params.seed
+        if draws and seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
+        return Request(token_ids, params, self._eos_ids(params), seed if draws else None)
+
+    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt as text needs a tokenizer: Decoder(model, tokenizer)")
+            prompt = self.tokenizer(prompt).input_ids
+        token_ids: tuple[Any, ...] = tuple(prompt)
+        if not token_ids:
+            raise ValueError("the prompt is empty: it has no tokens")
+        size = self._adapter.vocabulary_size
+        for position, token_id in enumerate(token_ids):
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < size:
+                raise ValueError(f"prompt token {position} is {token_id!r}; the model knows ids 0 to {size - 1}")
+        return token_ids
+
+    def _eos_ids(self, params: Params) -> frozenset[int]:
+        given: Any = params.eos_token_id
+        if given is None and self.model.generation_config is not None:
+            given = self.model.generation_config.eos_token_id
+        if given is None:
+            given = getattr(self.model.config.get_text_config(), "eos_token_id", None)
+        return frozenset([given] if isinstance(given, int) else given or ())
+
+    def _decode_text(self, token_ids: Sequence[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(text)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"a prompt must be text or a list of token ids, got {type(prompts).__name__}")
+    return bool(prompts) and not isinstance(prompts[0], str | Sequence)
+
+
+def _attention_path(attention: str, model: PreTrainedModel, block_size: int) -> AttentionPath:
+    on_cuda = model.device.type == "cuda"
+    if attention == "torch" or (attention == "auto" and (not on_cuda or block_size < 8)):
+        return "torch"
+    if attention not in ("auto", "triton"):
+        raise ValueError(f'attention must be "auto", "triton" or "torch", got {attention!r}')
+    if block_size < 8:
+        raise ValueError(f'attention="triton" needs a block_size of 8 or more, got {block_size}')
+    return "triton"
+
+
+def _check_knobs(block_size: int, num_blocks: int | None, memory_fraction: float, kv_memory: int | None) -> None:
+    if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
+        raise ValueError(f"block_size must be a power of two, got {block_size!r}")
+    if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
+        raise ValueError(f"num_blocks must be a positive integer, got {num_blocks!r}")
+    if not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction must be above 0 and at most 1, got {memory_fraction!r}")
+    if kv_memory is not None and kv_memory < 1:
+        raise ValueError(f"kv_memory must be a positive number of bytes, got {kv_memory!r}")
+
+
+def _blocks_that_fit(
+    adapter: ModelAdapter, shapes: Sequence[LayerShape], block_size: int, memory_fraction: float, kv_memory: int | None
+) -> int:
+    """As many as memory holds: on a GPU what is left after the weights and a trial step, on a CPU ``kv_memory``."""
+    bytes_per_block = block_size * kv_bytes(shapes).per_token
+    memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
+    if kv_memory is None and adapter.device.type == "cuda":
+        memory = int(memory_fraction * _left_after_trial_step(adapter))
+    if memory < bytes_per_block:
+        raise ValueError(f"{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
+    return memory // bytes_per_block
+
+
+def _left_after_trial_step(adapter: ModelAdapter) -> int:
+    """Bytes of GPU memory that a full prefill leaves free."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(adapter.device)
+    before = torch.cuda.memory_allocated(adapter.device)
+    adapter.probe(min(MAX_PREFILL_TOKENS, adapter.max_length or MAX_PREFILL_TOKENS))
+    activations = torch.cuda.max_memory_allocated(adapter.device) - before
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(adapter.device)
+    return int(free) - activations

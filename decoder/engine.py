@@ -1,0 +1,189 @@
+"""The engine: requests in, one turn at a time, results out.
+
+A turn either computes the prompts of newly admitted groups, each once, or gives every live branch one token. Any
+thread may turn the engine; each turn advances all requests, whoever asked for them.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.blocks import BlockPool
+from cowbeam.decoder.candidates import CandidateSource, unpack
+from cowbeam.decoder.frames import DecodeText, Frame, make_frame
+from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
+from cowbeam.decoder.kv_cache import KVCache
+from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.scheduler import Scheduler
+from torch import Tensor
+
+
+class Run:
+    """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``.
+
+    ``frames`` collects a frame a step where the caller watches.
+    """
+
+    def __init__(self, group: Group, source: CandidateSource, frames: deque[Frame] | None) -> None:
+        self.group = group
+        self.source = source
+        self.frames = frames
+        self.result: DecodeResult | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """It has a result or an error."""
+        return self.result is not None or self.error is not None
+
+
+class Engine:
+    """Owns the pool, the KV cache and everything in flight. All methods are safe to call from any thread."""
+
+    def __init__(
+        self, adapter: ModelAdapter, cache: KVCache, num_blocks: int, kv_bytes: KVBytes, decode_text: DecodeText
+    ) -> None:
+        self._adapter = adapter
+        self._cache = cache
+        self._num_blocks = num_blocks
+        self._kv_bytes = kv_bytes
+        self._decode_text = decode_text
+        self._lock = threading.RLock()
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self._runs: dict[Group, Run] = {}
+        self.pool = BlockPool(self._num_blocks, self._cache.block_size)
+        self._scheduler = Scheduler(self.pool)
+        self._batch = Batch(self._cache.block_size, self._adapter.device)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises ValueError, with the numbers, if the request could never run."""
+        self._scheduler.check_fits(request)
+
+    def add(self, request: Request, *, watched: bool = False) -> Run:
+        """Queue a request. Raises ValueError if it could never run."""
+        with self._lock:
+            self._scheduler.check_fits(request)
+            group = Group(request, self.pool, self._kv_bytes)
+            if watched:
+                group.tree.events = []
+            run = Run(group, CandidateSource(group, self._adapter.device), deque() if watched else None)
+            self._runs[group] = run
+            self._scheduler.add(group)
+            return run
+
+    def step(self, run: Run) -> None:
+        """One turn, unless ``run`` is over already. Raises what the model raises, with nothing left half done."""
+        with self._lock:
+            if run.is_over:
+                return
+            try:
+                admitted = self._scheduler.admit()
+                if admitted:
+                    self._prefill(admitted)
+                else:
+                    self._decode(list(self._scheduler.running))
+            except BaseException as error:
+                # The turn may have stopped anywhere: no state of it is worth keeping.
+                self._fail_all(error)
+                raise
+
+    def abort(self, run: Run) -> None:
+        """Drop a request; its blocks are free on return."""
+        with self._lock:
+            if not run.is_over:
+                run.error = RuntimeError("the request was aborted")
+                self._remove(run.group)
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of pool and branches; for tests."""
+        with self._lock:
+            held = [branch.last_block for group in self._runs for branch in group.branches]
+            self.pool.check_integrity(held)
+            assert sum(group.tree.num_blocks for group in self._runs) == self.pool.num_live, "block counts disagree"
+
+    def _prefill(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.plant()
+            group.measure()
+        prompts = [group.request.prompt_token_ids for group in groups]
+        tables = [group.branches[0].block_table for group in groups]
+        logits = self._adapter.prefill(self._cache, prompts, tables)
+        for group in groups:
+            self._batch.add_prompt(group)
+        self._choose(groups, [logits[row : row + 1] for row in range(len(groups))])
+
+    def _decode(self, groups: Sequence[Group]) -> None:
+        inputs = self._batch.arrange(groups)
+        for group in groups:
+            group.measure()
+            group.decode_tokens += len(group.branches)
+            self._show(self._runs[group])
+        self._cache.copy(inputs.copies)
+        logits = self._adapter.decode(self._cache, inputs)
+        self._choose(groups, [_take_rows(logits, rows) for rows in inputs.rows_of_group])
+
+    def _choose(self, groups: Sequence[Group], logits: Sequence[Tensor]) -> None:
+        """Candidates of all groups come down in one transfer, the only one of the step."""
+        proposals = [self._runs[g].source.propose(rows) for g, rows in zip(groups, logits, strict=True)]
+        greatest = torch.stack([rows.amax().double() for rows in logits]).expand(3, -1)
+        least = torch.stack([rows.amax(-1).amin().double() for rows in logits]).expand(3, -1)
+        widths = [proposal.shape[1] for proposal in proposals]
+        downloaded = torch.cat([*proposals, greatest, least], 1).cpu()
+        *columns, greatest_, least_ = torch.split(downloaded, [*widths, len(groups), len(groups)], 1)
+        for i, (group, column) in enumerate(zip(groups, columns, strict=True)):
+            fault = _fault(float(greatest_[0, i]), float(least_[0, i]), float(column[0, 0]))
+            if fault:
+                self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
+            else:
+                self._runs[group].source.follow(group.choose(unpack(column.tolist())))
+                if group.strategy.is_done:
+                    self._finish(group)
+
+    def _finish(self, group: Group) -> None:
+        run = self._remove(group)
+        texts = [self._decode_text(hypothesis_token_ids(h)) for h in group.strategy.hypotheses]
+        run.result = group.result(texts, self._adapter.path)
+        self._show(run)
+
+    def _show(self, run: Run) -> None:
+        if run.frames is not None:
+            run.frames.append(make_frame(run.group, self._decode_text, run.result))
+
+    def _fail(self, group: Group, error: BaseException) -> None:
+        self._runs[group].error = error
+        self._remove(group)
+
+    def _remove(self, group: Group) -> Run:
+        group.free()
+        self._scheduler.remove(group)
+        return self._runs.pop(group)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for run in self._runs.values():
+            run.error = error
+        self._start_afresh()
+
+
+def _take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """A group's logits in rank order."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return logits[rows[0] : rows[0] + len(rows)]
+    return logits[torch.tensor(rows, device=logits.device)]
+
+
+def _fault(greatest: float, least_of_rows: float, best_candidate: float) -> str | None:
+    """What is wrong with logits whose greatest value and whose least row maximum are these."""
+    if greatest != greatest:
+        return "the model's logits hold NaN"
+    if greatest == float("inf"):
+        return "the model's logits hold +inf"
+    if least_of_rows == float("-inf"):
+        return "a row of the model's logits has no finite value"
+    if best_candidate == float("-inf") or best_candidate != best_candidate:
+        return "the logits processors allow no token"
+    return None

@@ -1,0 +1,102 @@
+"""Frames: the whole state of a search once a step, for people who watch it. ``trace`` writes them down as deltas."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cowbeam.decoder.branches import Branch, Event
+from cowbeam.decoder.group import Group, hypothesis_token_ids
+from cowbeam.decoder.outputs import DecodeResult, FinishReason, MemoryUse
+
+DecodeText = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class BranchFrame:
+    """One live branch. ``parent_id`` is the branch of the frame before that it continues (itself, or forked from).
+
+    ``num_tokens`` counts the prompt too; ``block_table`` covers all of them. ``token_text`` is its newest token's.
+    """
+
+    branch_id: int
+    parent_id: int
+    text: str
+    token_id: int
+    token_text: str
+    logprob: float
+    cumulative_logprob: float
+    num_tokens: int
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FinishedFrame:
+    """One finished sequence that would be returned if the search ended now."""
+
+    index: int
+    text: str
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The state after step ``step``: branches in rank order with their new tokens chosen and slots reserved.
+
+    ``sharers`` tells for each live block how many branches' tables hold it. ``events`` are in the order they
+    happened: forks, prunes and frees, then allocations and copies. ``live_tokens`` are distinct, prompt included.
+    The last frame has no branches but the ``result``.
+    """
+
+    step: int
+    branches: tuple[BranchFrame, ...]
+    finished: tuple[FinishedFrame, ...]
+    events: tuple[Event, ...]
+    sharers: Mapping[int, int]
+    live_blocks: int
+    live_tokens: int
+    memory: MemoryUse
+    result: DecodeResult | None
+
+
+def make_frame(group: Group, decode_text: DecodeText, result: DecodeResult | None = None) -> Frame:
+    """The group as it stands. O(rows × context): only groups that are watched pay it."""
+    tables = [tuple(branch.block_table) for branch in group.branches]
+    branches = [
+        _branch_frame(branch, table, parent_id, score, decode_text)
+        for branch, table, parent_id, score in zip(
+            group.branches, tables, group.parents, group.strategy.scores, strict=True
+        )
+    ]
+    finished = [
+        FinishedFrame(h.index, decode_text(hypothesis_token_ids(h)), h.score, h.finish_reason)
+        for h in group.strategy.hypotheses
+    ]
+    return Frame(
+        step=group.steps,
+        branches=tuple(branches),
+        finished=tuple(finished),
+        events=group.take_events(),
+        sharers=Counter(block for table in tables for block in table),
+        live_blocks=group.tree.num_blocks,
+        live_tokens=group.tree.num_tokens,
+        memory=group.memory,
+        result=result,
+    )
+
+
+def _branch_frame(
+    branch: Branch, table: tuple[int, ...], parent_id: int, score: float, decode_text: DecodeText
+) -> BranchFrame:
+    tokens = branch.tokens
+    return BranchFrame(
+        branch_id=branch.branch_id,
+        parent_id=parent_id,
+        text=decode_text([token.token_id for token in tokens]),
+        token_id=tokens[-1].token_id,
+        token_text=decode_text([tokens[-1].token_id]),
+        logprob=tokens[-1].logprob,
+        cumulative_logprob=score,
+        num_tokens=branch.num_slots,
+        block_table=table,
+    )

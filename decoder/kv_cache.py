@@ -1,0 +1,82 @@
+"""The bytes behind the blocks: one tensor a layer, and what is done to it in a step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from cowbeam.decoder.blocks import BlockCopy
+from cowbeam.decoder.group import KVBytes
+from cowbeam.kernels.cache_ops import copy_blocks, write_kv
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer stores a token: K [kv_heads, key_dim] and V [kv_heads, value_dim]."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    sliding_window: int | None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's K and V."""
+        return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+class LayerCache:
+    """One layer's blocks: ``[num_blocks, 2, kv_heads, block_size, head_dim]``.
+
+    K and V of a block lie side by side, so a copy of it is one piece. Where their widths differ (MLA) they are two
+    tensors. ``key`` and ``value`` are views, ``[num_blocks, kv_heads, block_size, dim]``.
+    """
+
+    def __init__(self, shape: LayerShape, num_blocks: int, block_size: int) -> None:
+        def empty(*sizes: int) -> Tensor:
+            return torch.empty(sizes, dtype=shape.dtype, device=shape.device)
+
+        if shape.key_dim == shape.value_dim:
+            kv = empty(num_blocks, 2, shape.kv_heads, block_size, shape.key_dim)
+            self.tensors = [kv]
+            self.key, self.value = kv[:, 0], kv[:, 1]
+        else:
+            self.key = empty(num_blocks, shape.kv_heads, block_size, shape.key_dim)
+            self.value = empty(num_blocks, shape.kv_heads, block_size, shape.value_dim)
+            self.tensors = [self.key, self.value]
+
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Put token t's key and value, ``[tokens, kv_heads, dim]``, into slot ``slots[t]``."""
+        write_kv(key, value, self.key, self.value, slots)
+
+
+class KVCache:
+    """All layers' blocks. A block id means the same block in every layer."""
+
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.layers = [LayerCache(shape, num_blocks, block_size) for shape in shapes]
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Run the step's copies, before anything of the step is written.
+
+        Sources are live and destinations were free, so the two are disjoint and the order does not matter.
+        """
+        if not copies:
+            return
+        tensors = [tensor for layer in self.layers for tensor in layer.tensors]
+        ids = torch.tensor(copies, device=tensors[0].device)
+        copy_blocks(tensors, ids[:, 0], ids[:, 1])
+
+
+def kv_bytes(shapes: Sequence[LayerShape]) -> KVBytes:
+    """What a token costs, and what transformers would crop: its sliding layers keep ``window - 1`` tokens."""
+    windows: dict[int, int] = {}
+    for shape in shapes:
+        if shape.sliding_window is not None:
+            kept = shape.sliding_window - 1
+            windows[kept] = windows.get(kept, 0) + shape.bytes_per_token
+    per_token = sum(shape.bytes_per_token for shape in shapes)
+    return KVBytes(per_token, tuple((size, kept) for kept, size in windows.items()))

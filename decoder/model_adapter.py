@@ -1,0 +1,311 @@
+"""Runs any transformers causal LM over blocks, with no model code touched.
+
+One attention function, registered with transformers' ``AttentionInterface``, writes the step's K/V to their slots and
+attends by the step's plan. What belongs to the step (slots, tables, plans) reaches it through a ContextVar, since not
+every model hands keyword arguments down. The model is switched to that function for the duration of a forward pass
+only: outside of one it is as its owner left it.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from cowbeam.decoder.batch import DecodeInputs
+from cowbeam.decoder.kv_cache import KVCache, LayerShape
+from cowbeam.kernels.attention_torch import paged_attention_torch
+from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
+from cowbeam.kernels.prefill import packed_causal_attention
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+AttentionPath = Literal["triton", "torch"]
+
+# No "flash", "sdpa" or "/" in it: transformers looks for those inside the name. It has no entry among the mask
+# functions, so transformers builds no mask for it.
+IMPLEMENTATION = "cowbeam"
+
+# Rows that share one gathered copy of their blocks on the torch path. More rows amortise the gather better, but each
+# row is also multiplied with the private blocks of the others.
+TORCH_ROWS_PER_WINDOW = 16
+TORCH_PREFILL_ROWS_PER_WINDOW = 64
+
+
+@dataclass
+class PrefillStep:
+    """Whole prompts, packed end to end. ``block_tables`` has one row a prompt."""
+
+    cache: KVCache
+    path: AttentionPath
+    slots: Tensor
+    prompt_lengths: list[int]
+    block_tables: Tensor
+    plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
+
+    def attend(self, call: "AttentionCall") -> Tensor:
+        """SDPA a prompt, except where scores are capped or a sink joins: those go through the paged kernel."""
+        if call.softcap is None and call.sinks is None:
+            return packed_causal_attention(
+                call.query,
+                call.key,
+                call.value,
+                self.prompt_lengths,
+                scale=call.scale,
+                sliding_window=call.sliding_window,
+            )
+        rows = _rows_per_window(call, self.path, max(self.prompt_lengths), TORCH_PREFILL_ROWS_PER_WINDOW)
+        return _paged_attention(self.path, call, self.cache, self._plan(call.sliding_window, rows))
+
+    def _plan(self, sliding_window: int | None, rows_per_window: int) -> Plan:
+        """A row a token: the same table, one more visible key each."""
+        key = (sliding_window, rows_per_window)
+        if key not in self.plans:
+            counts = torch.tensor(self.prompt_lengths, device=self.block_tables.device)
+            lengths = torch.cat([torch.arange(1, n + 1) for n in self.prompt_lengths]).int()
+            self.plans[key] = build_plan(
+                self.block_tables.repeat_interleave(counts, 0),
+                lengths.to(self.block_tables.device),
+                [i == 0 for n in self.prompt_lengths for i in range(n)],
+                block_size=self.cache.block_size,
+                rows_per_window=rows_per_window,
+                sliding_window=sliding_window,
+            )
+        return self.plans[key]
+
+
+@dataclass
+class DecodeStep:
+    """One token a row. Plans are made once and shared by all layers with the same window."""
+
+    cache: KVCache
+    path: AttentionPath
+    inputs: DecodeInputs
+    plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
+
+    @property
+    def slots(self) -> Tensor:
+        """Where the step's K/V go."""
+        return self.inputs.slots
+
+    def attend(self, call: "AttentionCall") -> Tensor:
+        """Every row over its blocks, each shared block read once."""
+        widest = max(len(rows) for rows in self.inputs.rows_of_group)
+        rows = _rows_per_window(call, self.path, widest, TORCH_ROWS_PER_WINDOW)
+        key = (call.sliding_window, rows)
+        if key not in self.plans:
+            self.plans[key] = build_plan(
+                self.inputs.block_tables,
+                self.inputs.lengths,
+                self.inputs.group_starts,
+                block_size=self.cache.block_size,
+                rows_per_window=rows,
+                sliding_window=call.sliding_window,
+            )
+        return _paged_attention(self.path, call, self.cache, self.plans[key])
+
+
+@dataclass
+class ProbeStep:
+    """Notes what each layer stores; attends plainly (the outputs are not used)."""
+
+    shapes: dict[int, LayerShape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a layer asks for. query ``[rows, heads, dim]``; key, value ``[rows, kv_heads, dim]``."""
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+_STEP: ContextVar[PrefillStep | DecodeStep | ProbeStep] = ContextVar("cowbeam_step")
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query ``[batch, heads, length, dim]`` → ``[batch, length, heads, dim]``."""
+    assert attention_mask is None or attention_mask.dim() == 2, "no mask was asked for"
+    for name in ("position_bias", "indices", "block_indices", "attn_bias"):
+        assert kwargs.get(name) is None, f"attention with {name} cannot be paged"
+    batch, heads, length, dim = query.shape
+    call = AttentionCall(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        query=query.transpose(1, 2).reshape(batch * length, heads, dim),
+        key=key.transpose(1, 2).reshape(batch * length, key.shape[1], -1),
+        value=value.transpose(1, 2).reshape(batch * length, value.shape[1], -1),
+        scale=dim**-0.5 if scaling is None else scaling,
+        sliding_window=_sliding_window(module, kwargs),
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    step = _STEP.get()
+    if isinstance(step, ProbeStep):
+        step.shapes[call.layer] = _layer_shape(call)
+        out = packed_causal_attention(call.query, call.key, call.value, [batch * length], scale=call.scale)
+    else:
+        step.cache.layers[call.layer].write(call.key, call.value, step.slots)
+        out = step.attend(call)
+    return out.view(batch, length, heads, -1), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attend)
+
+
+def _sliding_window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """The layer's window: the keyword if present (None means full), else the config's word on this layer.
+
+    Some models (PhiMoE, Qwen2-MoE) build a window mask without handing the window down.
+    """
+    if "sliding_window" in kwargs:
+        window: int | None = kwargs["sliding_window"]
+        return window
+    config: Any = module.config
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None and layer_types[module.layer_idx] != "sliding_attention":
+        return None
+    return window
+
+
+def _layer_shape(call: AttentionCall) -> LayerShape:
+    _, kv_heads, key_dim = call.key.shape
+    return LayerShape(kv_heads, key_dim, call.value.shape[-1], call.key.dtype, call.key.device, call.sliding_window)
+
+
+def _rows_per_window(call: AttentionCall, path: AttentionPath, widest_group: int, on_torch: int) -> int:
+    if path == "torch":
+        return on_torch
+    return rows_per_window(call.query.shape[1], call.key.shape[1], widest_group)
+
+
+def _paged_attention(path: AttentionPath, call: AttentionCall, cache: KVCache, plan: Plan) -> Tensor:
+    layer = cache.layers[call.layer]
+    if path == "triton":
+        from cowbeam.kernels.attention import paged_attention  # here: the torch path works where triton is missing
+    else:
+        paged_attention = paged_attention_torch
+    return paged_attention(
+        call.query, layer.key, layer.value, plan, scale=call.scale, softcap=call.softcap, sinks=call.sinks
+    )
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raises ValueError, naming the model and the reason, if its layers cannot keep their K/V in blocks."""
+    name, config = type(model).__name__, model.config
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; cowbeam decodes causal language models")
+    if model.training:
+        raise ValueError(f"{name} is in training mode: call model.eval() first")
+    parameters = inspect.signature(model.forward).parameters
+    if not model.can_generate() or "input_ids" not in parameters:
+        raise ValueError(f"{name} has no language-model head; load it as AutoModelForCausalLM")
+    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    types = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
+    recurrent = [layer for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
+    if recurrent or not types <= {"full_attention", "sliding_attention"}:
+        kinds = sorted(types - {"full_attention", "sliding_attention"}) or [type(recurrent[0]).__name__]
+        raise ValueError(f"{name} cannot be decoded over KV blocks: it has layers of kind {', '.join(kinds)}")
+    if not model._can_set_attn_implementation() or "position_ids" not in parameters:
+        raise ValueError(f"{name} cannot be decoded over KV blocks: it does not use transformers' attention interface")
+
+
+class ModelAdapter:
+    """The model as the engine sees it: tokens and steps in, logits out."""
+
+    def __init__(self, model: PreTrainedModel, path: AttentionPath) -> None:
+        refuse_unsupported(model)
+        self.model = model
+        self.path: AttentionPath = path
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, Tensor), "the input embedding is a matrix"
+        self.device = embedding.device
+        self.vocabulary_size = len(embedding)  # token ids the embedding knows
+        self._own_implementation = model.config._attn_implementation
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @property
+    def max_length(self) -> int | None:
+        """Positions the model was built for, prompt and new tokens together."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return None if limit is None else int(limit)
+
+    def probe(self, num_tokens: int) -> list[LayerShape]:
+        """One plain forward pass that tells what each layer stores."""
+        step = ProbeStep()
+        token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
+        positions = torch.arange(num_tokens, device=self.device)[None]
+        self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        layers = sorted(step.shapes)
+        if not layers or layers != list(range(len(layers))):
+            name = type(self.model).__name__
+            raise ValueError(f"{name} cannot be decoded over KV blocks: its attention layers are numbered {layers}")
+        return [step.shapes[layer] for layer in layers]
+
+    def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> Tensor:
+        """Compute whole prompts, each once, packed; logits ``[prompts, vocabulary]`` of their last tokens."""
+        lengths = [len(prompt) for prompt in prompts]
+        columns = max(len(table) for table in tables)
+        padded = torch.tensor([[*table, *[0] * (columns - len(table))] for table in tables], dtype=torch.int32)
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        prompt_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        blocks = padded[prompt_of_token, positions // cache.block_size].long()
+        slots = blocks * cache.block_size + positions % cache.block_size
+        step = PrefillStep(cache, self.path, slots.to(self.device), lengths, padded.to(self.device))
+        token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
+        return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
+
+    def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
+        """One token a row; logits ``[rows, vocabulary]``."""
+        step = DecodeStep(cache, self.path, inputs)
+        return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
+
+    def own_logits(self, token_ids: Sequence[int]) -> Tensor:
+        """The model's own answer, nothing of cowbeam in it: logits ``[tokens, vocabulary]``."""
+        ids = torch.tensor([token_ids], device=self.device)
+        with torch.inference_mode():
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+        return logits
+
+    def _forward(
+        self, token_ids: Tensor, positions: Tensor, step: PrefillStep | DecodeStep | ProbeStep, last: Tensor | None
+    ) -> Tensor:
+        """``last``: the positions whose logits are wanted, None for all."""
+        keep = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
+        with torch.inference_mode(), self._attending(step):
+            out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
+        logits: Tensor = out.logits
+        return logits if last is None or keep else logits[:, last]
+
+    @contextmanager
+    def _attending(self, step: PrefillStep | DecodeStep | ProbeStep) -> Iterator[None]:
+        before = self.model.config._attn_implementation
+        token = _STEP.set(step)
+        self.model.set_attn_implementation(IMPLEMENTATION)
+        try:
+            yield
+        finally:
+            # Another decoder of this model may have been in the middle of a step: never make its switch permanent.
+            self.model.set_attn_implementation(self._own_implementation if before == IMPLEMENTATION else before)
+            _STEP.reset(token)

@@ -1,0 +1,82 @@
+"""Does paged decoding of this very model give the model's own logits? Asked once, when a decoder is made."""
+
+import random
+
+import torch
+from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.blocks import BlockPool
+from cowbeam.decoder.group import Group, KVBytes, Request
+from cowbeam.decoder.kv_cache import KVCache, LayerShape
+from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.params import SamplingParams
+from cowbeam.decoder.strategy import Candidate
+from torch import Tensor
+
+# ‖paged − own‖ / ‖own‖. float32 lands near 1e-6; half precision near 1e-2, more where a mixture of experts routes a
+# token differently. Reading a wrong block gives an error near 1.
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+TOLERANCE_HALF = 0.2
+
+
+def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int) -> None:
+    """Decode a short prompt through a fork and compare. Raises ValueError if the logits differ.
+
+    A prompt of odd length is prefilled, forked in the middle of a block and each branch given other tokens, so a
+    write into the shared block or a read of the other branch's shows.
+    """
+    rng = random.Random(0)
+    vocabulary = adapter.vocabulary_size
+    prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
+    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(2)]
+    error = _relative_error(adapter, shapes, block_size, prompt, appended)
+    tolerance = TOLERANCE.get(shapes[0].dtype, TOLERANCE_HALF)
+    if not error <= tolerance:
+        raise ValueError(
+            f"{type(adapter.model).__name__} cannot be decoded over KV blocks: its paged logits differ from its own "
+            f"by {error:.1e} (relative, {tolerance:g} allowed)"
+        )
+
+
+def _relative_error(
+    adapter: ModelAdapter,
+    shapes: list[LayerShape],
+    block_size: int,
+    prompt: tuple[int, ...],
+    appended: list[list[int]],
+) -> float:
+    paged = _paged_logits(adapter, shapes, block_size, prompt, appended)
+    worst = 0.0
+    for branch, tokens in enumerate(appended):
+        own = adapter.own_logits([*prompt, *tokens])[len(prompt) - 1 :].double()
+        difference = torch.stack(paged[branch]).double() - own
+        worst = max(worst, float(difference.norm() / own.norm().clamp(min=1e-30)))
+        if not torch.isfinite(difference).all():
+            return float("nan")
+    return worst
+
+
+def _paged_logits(
+    adapter: ModelAdapter,
+    shapes: list[LayerShape],
+    block_size: int,
+    prompt: tuple[int, ...],
+    appended: list[list[int]],
+) -> list[list[Tensor]]:
+    steps = len(appended[0])
+    params = SamplingParams(num_return_sequences=len(appended), max_new_tokens=steps + 1)
+    pool = BlockPool(len(appended) * (len(prompt) + steps + block_size), block_size)
+    group = Group(Request(prompt, params, frozenset(), seed=0), pool, KVBytes(1, ()))
+    cache = KVCache(shapes, pool.num_blocks, block_size)
+    batch = Batch(block_size, adapter.device)
+    group.plant()
+    batch.add_prompt(group)
+    first = adapter.prefill(cache, [prompt], [group.branches[0].block_table])[0]
+    logits = [[first] for _ in appended]
+    for step in range(steps):
+        group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])
+        inputs = batch.arrange([group])
+        cache.copy(inputs.copies)
+        out = adapter.decode(cache, inputs)
+        for rank, row in enumerate(inputs.rows_of_group[0]):
+            logits[rank].append(out[row])
+    return logits
