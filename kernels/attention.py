@@ -1,0 +1,189 @@
+"""Paged attention in Triton: shared blocks are read once for all rows that hold them.
+
+A window's tiles of 64 keys (`kernels/plan.py`) meet a query tile that stacks the window's rows times the query heads of
+one kv head. The (window, kv head, tile) space, laid out in that order, is cut into equal pieces, one per program of a
+persistent grid (stream-K, as FlashMLA and LeanAttention cut it). A piece that holds a whole (window, kv head) writes
+its result; other pieces leave a partial result and the merge joins them by the online-softmax recurrence. The kernels
+are in `kernels/attention_kernel.py`.
+
+A *head slot* is a kv head, or a share of its query heads where they are more than the tile's lines (MQA).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from cowbeam.kernels.attention_kernel import attention_kernel, merge_kernel
+from cowbeam.kernels.plan import Plan, rows_per_window
+
+__all__ = ["paged_attention", "rows_per_window"]
+
+LOG2_E = 1.4426950408889634
+# A piece of fewer tiles costs more in merging than it gains in balance.
+MIN_TILES = 4
+
+
+class _Variant(NamedTuple):
+    lines: int  # of the query tile
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: Plan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query per row over the keys that the plan lists; two launches, no host sync.
+
+    Float32 inputs are multiplied in float32 (never TF32); 16-bit inputs accumulate in float32. Slots that no row sees
+    may hold anything, NaN included.
+
+    Args:
+        query: [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
+        key_cache: [num_blocks, kv_heads, block_size, head_dim], inner two dimensions contiguous.
+        value_cache: [num_blocks, kv_heads, block_size, value_dim].
+        plan: of this step, for this layer's sliding window.
+        scale: factor on the scores.
+        softcap: scores become tanh(score / softcap) * softcap, after the scale (Gemma 2).
+        sinks: [heads] logits that join the softmax's denominator only (GPT-OSS).
+
+    Returns:
+        [rows, heads, value_dim]; zeros for rows of length 0.
+    """
+    _check(query, key_cache, value_cache, plan)
+    rows, heads, head_dim = query.shape
+    kv_heads, value_dim = key_cache.shape[1], value_cache.shape[-1]
+    group = heads // kv_heads
+    slot_heads, splits = _head_slots(group)
+    variant = _variant(plan, slot_heads, head_dim, query.dtype)
+    programs = _num_programs(query.device, variant)
+    out = query.new_empty(rows, heads, value_dim)
+    value_pad = max(16, triton.next_power_of_2(value_dim))
+    partial_out = query.new_empty(2 * programs, variant.lines, value_pad, dtype=torch.float32)
+    partial_lse = query.new_empty(2 * programs, variant.lines, dtype=torch.float32)
+    common = {
+        "GROUP": group,
+        "HEADS": slot_heads,
+        "SPLITS": splits,
+        "SLOTS": kv_heads * splits,
+        "VALUE_DIM": value_dim,
+        "VALUE_PAD": value_pad,
+        "LINES": variant.lines,
+        "HAS_SINKS": sinks is not None,
+        "MIN_TILES": MIN_TILES,
+    }
+    attention_kernel[(programs,)](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        partial_out,
+        partial_lse,
+        sinks,
+        plan.block_ids,
+        plan.intervals,
+        plan.spans,
+        plan.lengths,
+        plan.first_visible,
+        plan.tile_starts,
+        plan.tile_window,
+        plan.window_row,
+        plan.window_rows,
+        plan.trunk_tiles,
+        plan.num_windows,
+        scale * LOG2_E if softcap is None else scale / softcap,
+        LOG2_E if softcap is None else softcap * LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        key_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        HEAD_DIM=head_dim,
+        HEAD_PAD=max(16, triton.next_power_of_2(head_dim)),
+        ENTRY_KEYS=plan.entry_keys,
+        TILE_KEYS=plan.tile_keys,
+        STAGES=variant.stages,
+        SAME_OFFSETS=key_cache.stride() == value_cache.stride() and head_dim == value_dim,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_WINDOW=plan.sliding_window is not None,
+        UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
+        num_warps=variant.warps,
+        **common,
+    )
+    merge_kernel[(rows, kv_heads * splits)](
+        out,
+        partial_out,
+        partial_lse,
+        sinks,
+        plan.lengths,
+        plan.row_window,
+        plan.tile_starts,
+        plan.window_row,
+        plan.num_windows,
+        programs,
+        HEADS_PAD=triton.next_power_of_2(slot_heads),
+        num_warps=4,
+        **common,
+    )
+    return out
+
+
+# Triton's interpreter multiplies bfloat16 wrongly without a word; there the kernel casts up first.
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) -> None:
+    assert query.shape[0] == plan.num_rows, f"{query.shape[0]} queries for a plan of {plan.num_rows} rows"
+    assert query.shape[1] % key_cache.shape[1] == 0, f"{query.shape[1]} heads over {key_cache.shape[1]} kv heads"
+    assert query.dtype == key_cache.dtype == value_cache.dtype, f"query {query.dtype}, cache {key_cache.dtype}"
+    assert query.stride(2) == 1, "a query head must be contiguous"
+    for cache in (key_cache, value_cache):
+        assert cache.stride()[2:] == (cache.shape[3], 1), f"a block's keys must be contiguous, not {cache.stride()}"
+    if plan.columns > 65536:
+        raise ValueError(f"block_size {plan.block_size} is too small for this context: {plan.columns} columns > 65536")
+
+
+def _head_slots(group: int) -> tuple[int, int]:
+    """(query heads of one slot, slots of one kv head): a tile has no more lines than 64."""
+    splits = triton.cdiv(group, 64)
+    return triton.cdiv(group, splits), splits
+
+
+def _variant(plan: Plan, slot_heads: int, head_dim: int, dtype: torch.dtype) -> _Variant:
+    """The compiled form for a window's lines and a head's width.
+
+    Timed on an H200: narrow tiles while they hold the lines; one program per SM while there is one window, else two.
+    Warps and stages keep each form free of register spills and within 227 KB of shared memory (compiled for sm_90):
+    float32 has no tensor cores to go to, so its products need more threads.
+    """
+    lines = plan.rows_per_window * slot_heads
+    width = triton.next_power_of_2(head_dim)
+    wide_head = width > 128
+    if lines <= 16:
+        if dtype == torch.float32:
+            return _Variant(16, 8 if wide_head else 4, 2 if wide_head else 3, 1)
+        return _Variant(16, 4, 2 if wide_head else 3, 2 if wide_head else 3)
+    if lines <= 64:
+        if dtype == torch.float32:
+            return _Variant(64, 8 if width <= 64 else 16, 1 if wide_head else 2, 1)
+        programs_per_sm = 1 if wide_head or plan.num_windows == 1 else 2
+        return _Variant(64, 8 if wide_head else 4, 2 if wide_head else 3, programs_per_sm)
+    if lines <= 128 and dtype != torch.float32 and not wide_head:
+        return _Variant(128, 8, 3, 1)
+    raise ValueError(f"rows_per_window {plan.rows_per_window} is too much for {slot_heads} query heads in {dtype}")
+
+
+def _num_programs(device: torch.device, variant: _Variant) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count * variant.programs_per_sm
+    return 7  # the interpreter: odd and small, so that pieces end mid-window

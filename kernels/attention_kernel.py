@@ -1,0 +1,216 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The two launches of `kernels/attention.py`.
+
+Legend: line m of a tile is row m // HEADS of the window and query head m % HEADS of the head slot. GROUP query heads
+belong to a kv head; its SPLITS slots take HEADS of them each. `_PAD` is the next power of two, at least 16 in a dot.
+Scores and log-sum-exps are in base 2.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _tanh(x):
+    # exp2 keeps the absolute error small, the series the relative one near 0, where scores mostly are.
+    x2 = x * x
+    series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    return tl.where(x2 < 0.04, series, 1 - 2 / (tl.math.exp2(x * 2.8853900817779268) + 1))
+
+
+@triton.jit
+def _scores(q, k, scale, cap, HAS_SOFTCAP: tl.constexpr):
+    """Scores in base 2, [lines, keys]."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        s = _tanh(s) * cap
+    return s
+
+
+@triton.jit
+def _accumulate(s, v, top, total, acc):
+    """One turn of the online softmax: top [lines] the running maximum, total [lines], acc [lines, value_dim]."""
+    new_top = tl.maximum(top, tl.max(s, 1))
+    # A line may have seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.math.exp2(s - base[:, None])
+    fade = tl.math.exp2(top - base)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def _load_keys(pointer, offset, dims, seen, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[keys, PAD]; keys that no row sees load as 0, because 0 times the NaN of an unused slot would be NaN."""
+    address = pointer + offset[:, None] + dims[None, :]
+    if MASKED and PAD != DIM:
+        return tl.load(address, mask=seen[:, None] & (dims < DIM)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(address, mask=seen[:, None], other=0.0)
+    elif PAD != DIM:
+        return tl.load(address, mask=(dims < DIM)[None, :], other=0.0)
+    else:
+        return tl.load(address)
+
+
+@triton.jit(do_not_specialize=["num_windows"])
+def attention_kernel(
+    QUERY, KEYS, VALUES, OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS,
+    BLOCK_IDS, INTERVALS, SPANS, LENGTHS, FIRST_VISIBLE, TILE_STARTS, TILE_WINDOW, WINDOW_ROW, WINDOW_ROWS, TRUNK_TILES,
+    num_windows, scale, cap,
+    query_row, query_head, key_block, key_head, value_block, value_head,
+    HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    ENTRY_KEYS: tl.constexpr, TILE_KEYS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
+    MIN_TILES: tl.constexpr, SAME_OFFSETS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Program p computes the units p * piece ≤ u < (p + 1) * piece of the (window, head slot, tile) space."""
+    PER_TILE: tl.constexpr = TILE_KEYS // ENTRY_KEYS
+    program = tl.program_id(0)
+    # Totals come from device memory, not from arguments: a captured graph must follow the plan's values.
+    units = tl.load(TILE_STARTS + num_windows) * SLOTS
+    piece = tl.maximum(MIN_TILES, tl.cdiv(units, tl.num_programs(0)))
+    unit = program * piece
+    unit_end = tl.minimum(unit + piece, units)
+    line = tl.arange(0, LINES)
+    key = tl.arange(0, TILE_KEYS)
+    dims = tl.arange(0, HEAD_PAD)
+    value_dims = tl.arange(0, VALUE_PAD)
+    row = line // HEADS
+    while unit < unit_end:
+        window = tl.load(TILE_WINDOW + unit // SLOTS)
+        first_tile = tl.load(TILE_STARTS + window)
+        tiles = tl.load(TILE_STARTS + window + 1) - first_tile
+        slot = (unit - first_tile * SLOTS) // tiles
+        begin = unit - first_tile * SLOTS - slot * tiles
+        end = tl.minimum(tiles, begin + (unit_end - unit))
+        window_row = tl.load(WINDOW_ROW + window)
+        head = slot % SPLITS * HEADS + line % HEADS  # within the kv head's group
+        live = (row < tl.load(WINDOW_ROWS + window)) & (head < GROUP)
+        head += slot // SPLITS * GROUP
+        length = tl.load(LENGTHS + window_row + row, mask=live, other=0)
+        query_offset = (window_row + row).to(tl.int64) * query_row + head * query_head
+        q = tl.load(
+            QUERY + query_offset[:, None] + dims[None, :], mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+        )
+        if UPCAST:
+            q = q.to(tl.float32)
+        top = tl.full([LINES], float("-inf"), tl.float32)
+        total = tl.zeros([LINES], tl.float32)
+        acc = tl.zeros([LINES, VALUE_PAD], tl.float32)
+        keys = KEYS + (slot // SPLITS).to(tl.int64) * key_head
+        values = VALUES + (slot // SPLITS).to(tl.int64) * value_head
+        entry = first_tile * PER_TILE + key // ENTRY_KEYS
+        trunk_end = tl.minimum(tl.maximum(tl.load(TRUNK_TILES + window), begin), end)
+        # Block ids are carried one tile ahead: looked up where they are used they would halve the pipeline's depth.
+        block_id = tl.load(BLOCK_IDS + entry + begin * PER_TILE)
+        span = tl.load(SPANS + entry + begin * PER_TILE)
+        for tile in tl.range(begin, trunk_end, num_stages=STAGES):  # every row sees every key
+            within = (span >> 16) + key % ENTRY_KEYS
+            key_offset = block_id.to(tl.int64) * key_block + within * HEAD_DIM
+            value_offset = key_offset
+            if not SAME_OFFSETS:
+                value_offset = block_id.to(tl.int64) * value_block + within * VALUE_DIM
+            block_id = tl.load(BLOCK_IDS + entry + (tile + 1) * PER_TILE)
+            span = tl.load(SPANS + entry + (tile + 1) * PER_TILE)
+            k = _load_keys(keys, key_offset, dims, key, HEAD_DIM, HEAD_PAD, False)
+            v = _load_keys(values, value_offset, value_dims, key, VALUE_DIM, VALUE_PAD, False)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            s = _scores(q, k, scale, cap, HAS_SOFTCAP)
+            top, total, acc = _accumulate(s, v, top, total, acc)
+        if HAS_WINDOW:
+            first_visible = tl.load(FIRST_VISIBLE + window_row + row, mask=live, other=0)
+        for tile in tl.range(trunk_end, end, num_stages=STAGES):  # the interval mask decides
+            within = (span >> 16) + key % ENTRY_KEYS
+            seen = (key % ENTRY_KEYS >= (span & 0xFF)) & (key % ENTRY_KEYS < ((span >> 8) & 0xFF))
+            key_offset = block_id.to(tl.int64) * key_block + within * HEAD_DIM
+            value_offset = key_offset
+            if not SAME_OFFSETS:
+                value_offset = block_id.to(tl.int64) * value_block + within * VALUE_DIM
+            interval = tl.load(INTERVALS + entry + tile * PER_TILE)
+            block_id = tl.load(BLOCK_IDS + entry + (tile + 1) * PER_TILE)
+            span = tl.load(SPANS + entry + (tile + 1) * PER_TILE)
+            k = _load_keys(keys, key_offset, dims, seen, HEAD_DIM, HEAD_PAD, True)
+            v = _load_keys(values, value_offset, value_dims, seen, VALUE_DIM, VALUE_PAD, True)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            s = _scores(q, k, scale, cap, HAS_SOFTCAP)
+            position = ((interval >> 16) & 0xFFFF) * ENTRY_KEYS + key % ENTRY_KEYS
+            counts = (row[:, None] >= (interval & 0xFF)[None, :]) & (row[:, None] < ((interval >> 8) & 0xFF)[None, :])
+            counts &= position[None, :] < length[:, None]
+            if HAS_WINDOW:
+                counts &= position[None, :] >= first_visible[:, None]
+            s = tl.where(counts, s, float("-inf"))
+            top, total, acc = _accumulate(s, v, top, total, acc)
+        total = tl.where(length > 0, total, 0.0)  # a padding row beside others has met their trunk
+        stores = live[:, None] & (value_dims < VALUE_DIM)[None, :]
+        if (begin == 0) & (end == tiles):
+            if HAS_SINKS:
+                sink = tl.load(SINKS + head, mask=live, other=0.0).to(tl.float32)
+                total += tl.where(length > 0, tl.math.exp2(sink * 1.4426950408889634 - top), 0.0)
+            acc *= tl.where(total > 0, 1 / total, 0.0)[:, None]
+            out_offset = ((window_row + row).to(tl.int64) * (GROUP * SLOTS // SPLITS) + head) * VALUE_DIM
+            tl.store(OUT + out_offset[:, None] + value_dims[None, :], acc.to(OUT.dtype.element_ty), mask=stores)
+        else:
+            # A piece that begins mid-segment is its program's first, one that ends mid-segment its last: two suffice.
+            partial = 2 * program + (begin == 0).to(tl.int32)
+            acc *= tl.where(total > 0, 1 / total, 0.0)[:, None]
+            lse = tl.where(total > 0, top + tl.math.log2(total), float("-inf"))
+            tl.store(
+                PARTIAL_OUT + (partial * LINES + line)[:, None] * VALUE_PAD + value_dims[None, :], acc, mask=stores
+            )
+            tl.store(PARTIAL_LSE + partial * LINES + line, lse, mask=live)
+        unit += end - begin
+
+
+@triton.jit(do_not_specialize=["num_windows", "programs"])
+def merge_kernel(
+    OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, LENGTHS, ROW_WINDOW, TILE_STARTS, WINDOW_ROW, num_windows, programs,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, LINES: tl.constexpr, MIN_TILES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Program (row, head slot): join the partial results of the row's segment, where it was cut; zero padding rows."""
+    row = tl.program_id(0)
+    slot = tl.program_id(1)
+    window = tl.load(ROW_WINDOW + row)
+    length = tl.load(LENGTHS + row)
+    first_tile = tl.load(TILE_STARTS + window)
+    tiles = tl.load(TILE_STARTS + window + 1) - first_tile
+    units = tl.load(TILE_STARTS + num_windows) * SLOTS
+    piece = tl.maximum(MIN_TILES, tl.cdiv(units, programs))
+    first_unit = first_tile * SLOTS + slot * tiles
+    first_program = first_unit // piece
+    last_program = (first_unit + tiles - 1) // piece
+    if (length == 0) | (last_program > first_program):
+        heads = tl.arange(0, HEADS_PAD)
+        value_dims = tl.arange(0, VALUE_PAD)
+        head = slot % SPLITS * HEADS + heads
+        live = (heads < HEADS) & (head < GROUP)
+        head += slot // SPLITS * GROUP
+        stores = live[:, None] & (value_dims < VALUE_DIM)[None, :]
+        top = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS_PAD], tl.float32)
+        acc = tl.zeros([HEADS_PAD, VALUE_PAD], tl.float32)
+        if length > 0:
+            line = (row - tl.load(WINDOW_ROW + window)) * HEADS + heads
+            for program in range(first_program, last_program + 1):
+                at = (2 * program + (program == first_program).to(tl.int32)) * LINES + line
+                lse = tl.load(PARTIAL_LSE + at, mask=live, other=float("-inf"))
+                out = tl.load(PARTIAL_OUT + at[:, None] * VALUE_PAD + value_dims[None, :], mask=stores, other=0.0)
+                new_top = tl.maximum(top, lse)
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                fade = tl.math.exp2(top - base)
+                weight = tl.math.exp2(lse - base)
+                acc = acc * fade[:, None] + out * weight[:, None]
+                total = total * fade + weight
+                top = new_top
+            if HAS_SINKS:
+                sink = tl.load(SINKS + head, mask=live, other=0.0).to(tl.float32)
+                total += tl.where(live, tl.math.exp2(sink * 1.4426950408889634 - top), 0.0)
+        acc *= tl.where(total > 0, 1 / total, 0.0)[:, None]
+        out_offset = (row.to(tl.int64) * (GROUP * SLOTS // SPLITS) + head) * VALUE_DIM
+        tl.store(OUT + out_offset[:, None] + value_dims[None, :], acc.to(OUT.dtype.element_ty), mask=stores)

@@ -1,0 +1,155 @@
+"""The Triton kernels against the reference, in Triton's interpreter, which must be chosen before Triton is imported.
+
+The tests of this file therefore run as a subprocess of one test (`test_in_the_interpreter`), named after what they do.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+
+    def test_in_the_interpreter():
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+else:
+    import torch
+    from forests import Rows, relative_error
+    from test_attention import check
+
+    from cowbeam.kernels import attention, cache_ops, cache_ops_triton
+    from cowbeam.kernels.plan import build_plan
+    from cowbeam.kernels.reference import copy_blocks_reference, paged_attention_reference, write_kv_reference
+
+    pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+
+    def forest(block_size=16, seed=0):
+        """Groups, single branches, odd lengths, a prefill chunk, padding; small, for the interpreter is slow."""
+        rows = Rows(block_size, 2048 // block_size + 64, seed).beams(70, 4, 12).beams(33, 2, 3)
+        for length in (1, 15, 16, 17, 63):
+            rows.beams(length, 1, 0)
+        return rows.chunk(21, 9).padding(2)
+
+    def check_triton(rows, **kwargs):
+        check(rows, attention=attention.paged_attention, **{"dim": 16} | kwargs)
+
+    @pytest.fixture(params=[1, 7, 40])
+    def programs(request, monkeypatch):
+        """Pieces that hold everything, end mid-window, or are fewer than the programs."""
+        monkeypatch.setattr(attention, "_num_programs", lambda *_: request.param)
+        monkeypatch.setattr(attention, "MIN_TILES", 1)
+
+    @pytest.mark.parametrize("block_size", [1, 8, 16, 64, 128])
+    def test_every_block_size(block_size):
+        check_triton(forest(block_size))
+
+    @pytest.mark.parametrize("group", [1, 3, 7, 8])
+    def test_every_group_of_query_heads(group):
+        check_triton(forest(), group=group)
+
+    def test_more_query_heads_than_lines_are_split():
+        check_triton(Rows(16, 64, 1).beams(40, 3, 5), group=71, kv_heads=1)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("dim", [16, 20, 64])
+    def test_dtypes_and_widths(dtype, dim):
+        check_triton(forest(), dtype=dtype, dim=dim)
+
+    @pytest.mark.parametrize("window_rows", [1, 3, 16])
+    def test_windows_cut_groups_anywhere(window_rows, programs):
+        check_triton(forest(), window_rows=window_rows)
+
+    @pytest.mark.parametrize("sliding_window", [1, 40, 1000])
+    @pytest.mark.parametrize("block_size", [8, 128])
+    def test_sliding_window(block_size, sliding_window):
+        check_triton(forest(block_size), sliding_window=sliding_window)
+
+    def test_softcap():
+        check_triton(forest(), softcap=2.0)
+        check_triton(forest(), softcap=50.0)
+
+    def test_sinks_join_once_whether_a_segment_is_cut_or_not(programs):
+        check_triton(forest(), with_sinks=True)
+        check_triton(forest(), with_sinks=True, softcap=5.0, sliding_window=30)
+
+    def test_value_width_of_its_own():
+        check_triton(forest(), value_dim=24)
+
+    def test_long_context_goes_through_the_trunk_loop():
+        check_triton(Rows(16, 400, 3).beams(1000, 5, 20), kv_heads=1)
+
+    def test_all_rows_are_padding():
+        rows = Rows(16, 4, 0).padding(4)
+        tables, lengths, starts = rows.tensors()
+        key_cache, value_cache = rows.pool(2, 16, torch.float32)
+        plan = build_plan(tables, lengths, starts, block_size=16, rows_per_window=8)
+        out = attention.paged_attention(torch.randn(4, 4, 16), key_cache, value_cache, plan, scale=1.0)
+        assert not out.any()
+
+    def test_worst_case_plan_of_a_captured_step(monkeypatch):
+        """On CUDA no count is read: more windows and tiles than needed, whose fields must be harmless."""
+        monkeypatch.setattr("cowbeam.kernels.plan._may_read", lambda _: False)
+        check_triton(forest())
+        check_triton(forest(128), sliding_window=20)
+
+    @pytest.mark.parametrize("tensor", ["intervals", "spans"])
+    def test_a_wrong_plan_is_caught(tensor, monkeypatch):
+        """The comparison would notice a kernel that forgets the interval mask, or reads slots that no row sees."""
+        everything = {"intervals": 8 << 8, "spans": 16 << 8}[tensor]
+
+        def build_wrong_plan(*args, **kwargs):
+            plan = build_plan(*args, **kwargs)
+            packed = getattr(plan, tensor)
+            keep = 0xFFFF << 16
+            packed.copy_((packed & keep) | everything)
+            return plan
+
+        monkeypatch.setattr("test_attention.build_plan", build_wrong_plan)
+        with pytest.raises(AssertionError):
+            check_triton(Rows(16, 64, 7).samples(40, [9, 9, 9]), window_rows=8)
+
+    def test_write_kv_kernel():
+        for block_size, slot_dtype in ((1, torch.int32), (16, torch.int64)):
+            kv = torch.full((12, 2, 3, block_size, 20), float("nan"))
+            truth = kv.clone()
+            slots = torch.randperm(12 * block_size)[:9].to(slot_dtype)
+            qkv = torch.randn(9, 6, 20)
+            cache_ops_triton.write_kv_triton(qkv[:, :3], qkv[:, 3:], kv[:, 0], kv[:, 1], slots)
+            write_kv_reference(qkv[:, :3], qkv[:, 3:], truth[:, 0], truth[:, 1], slots)
+            torch.testing.assert_close(kv, truth, rtol=0, atol=0, equal_nan=True)
+
+    def test_write_kv_kernel_with_widths_of_their_own():
+        key_cache, value_cache = torch.zeros(4, 1, 8, 6), torch.zeros(4, 1, 8, 10)
+        key, value = torch.randn(2, 1, 6), torch.randn(2, 1, 10)
+        cache_ops_triton.write_kv_triton(key, value, key_cache, value_cache, torch.tensor([9, 31]))
+        assert torch.equal(key_cache[1, :, 1], key[0])
+        assert torch.equal(value_cache[3, :, 7], value[1])
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_copy_blocks_kernel(dtype):
+        layers = [torch.randn(12, 2, 3, 4, 20).to(dtype) for _ in range(3)]
+        truth = [layer.clone() for layer in layers]
+        sources, destinations = torch.tensor([3, 3, 7, 9]), torch.tensor([0, 11, 5, 9])
+        cache_ops_triton.copy_blocks_triton(layers, sources, destinations, cache_ops.layer_pointers(layers))
+        copy_blocks_reference(truth, sources, destinations)
+        for layer, expected in zip(layers, truth, strict=True):
+            assert torch.equal(layer, expected)
+
+    def test_reference_agrees_with_dense_softmax():
+        """The oracle itself, against one line of torch on contiguous keys."""
+        rows = Rows(16, 8, 9).beams(40, 1, 0)
+        tables, lengths, _ = rows.tensors()
+        key_cache, value_cache = rows.pool(1, 16, torch.float64)
+        query = torch.randn(1, 2, 16, dtype=torch.float64)
+        keys = torch.cat([key_cache[block, 0] for block in rows.tables[0]])[:40]
+        values = torch.cat([value_cache[block, 0] for block in rows.tables[0]])[:40]
+        expected = ((query[0] @ keys.T) * 0.3).softmax(-1) @ values
+        out = paged_attention_reference(query, key_cache, value_cache, tables, lengths, scale=0.3)
+        assert relative_error(out[0], expected) < 1e-12
