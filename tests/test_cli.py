@@ -1,0 +1,178 @@
+"""The command line, on a tiny saved model with a real tokenizer."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from fakes import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cowbeam.decoder.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, main
+from cowbeam.decoder.report import in_bytes, printable
+
+COMMAND = [sys.executable, "-m", "cowbeam.decoder.cli"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    model = tiny_model("llama")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=model.config.vocab_size,
+        special_tokens=special,
+        initial_alphabet=list("abcdefghijklmnopqrstuvwxyzĠ"),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 3], trainer)
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    return str(path)
+
+
+def run(model_path, capsys, *arguments):
+    code = main(["--model", model_path, *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_json_is_a_list_of_results_with_the_attributes_of_the_api(model_path, capsys):
+    arguments = [
+        "the quick",
+        "over",
+        "--num-beams",
+        "3",
+        "--num-return-sequences",
+        "2",
+        "--max-new-tokens",
+        "5",
+        "--json",
+    ]
+    code, out, _ = run(model_path, capsys, *arguments)
+    results = json.loads(out)
+    assert code == 0
+    assert len(results) == 2
+    for result in results:
+        assert set(result) == {"prompt_token_ids", "completions", "stats", "seed"}
+        assert len(result["completions"]) == 2
+        assert result["stats"]["prefill_tokens"] == len(result["prompt_token_ids"])
+        for completion in result["completions"]:
+            assert sum(completion["logprobs"]) == pytest.approx(completion["cumulative_logprob"], abs=1e-5)
+            assert completion["finish_reason"] in ("eos", "length")
+
+
+def test_tables_when_piped_are_plain(model_path, capsys):
+    code, out, err = run(model_path, capsys, "the fox", "--num-beams", "4", "--max-new-tokens", "6")
+    assert code == 0
+    assert "KV memory at the peak" in out
+    assert "a copy a branch, as transformers keeps" in out
+    assert "\x1b" not in out + err
+
+
+def test_samples_take_a_seed_and_name_it(model_path, capsys):
+    arguments = [
+        "the fox",
+        "--sample",
+        "--num-return-sequences",
+        "3",
+        "--seed",
+        "11",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    ]
+    _, first, _ = run(model_path, capsys, *arguments)
+    _, second, _ = run(model_path, capsys, *arguments)
+    tokens = [[c["token_ids"] for c in json.loads(out)[0]["completions"]] for out in (first, second)]
+    assert tokens[0] == tokens[1]
+    assert json.loads(first)[0]["seed"] == 11
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["x", "--num-beams", "0"], "num_beams must be an integer of at least 1, got 0"),
+        (["x", "--num-beams", "2", "--num-return-sequences", "3"], "num_return_sequences=3 exceeds num_beams=2"),
+        (["x", "--num-beams", "two"], "argument --num-beams: invalid int value: 'two'"),
+        (["x", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["x", "--early-stopping", "sometimes"], "'sometimes' is not true, false or never"),
+        (["x", "--kv-memory", "lots"], "'lots' is no number of bytes"),
+        (["x", "--sample", "--num-beams", "2"], "--num-beams does not go with --sample"),
+        (["x", "--temperature", "0.5"], "temperature=0.5 has no effect without do_sample=True"),
+        (["x", "--chat"], "the model has no chat template"),
+        (["x", "--block-size", "12"], "block_size must be a power of two, got 12"),
+        (["x", "--max-new-tokens", "100000"], "max_new_tokens=100000 exceed the model's"),
+        (["x", "--num-blocks", "2", "--max-new-tokens", "60"], "but the pool has 2"),
+        ([""], "the prompt is empty"),
+        ([], "the following arguments are required: prompt"),
+        (["fetch-model-too", "--eos-token-id", "-4"], "eos_token_id must be an integer of at least 0, got -4"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_a_code(model_path, capsys, arguments, sentence):
+    code, out, err = run(model_path, capsys, *arguments)
+    assert code == EXIT_BAD_INPUT
+    assert sentence in err
+    assert err.count("\n") == 1, "one sentence"
+    assert not out
+
+
+def test_unknown_model(capsys):
+    code, _, err = run("/no/such/model", capsys, "x")
+    assert code == EXIT_BAD_INPUT
+    assert "the model '/no/such/model' cannot be loaded" in err
+    assert err.count("\n") == 1
+
+
+def test_hostile_text_reaches_the_terminal_as_text():
+    """Markup and escape sequences in a prompt or a completion must not run on the user's terminal."""
+    assert (
+        printable("[red]x[/red]\x1b]0;title\x07").plain
+        == "[red]x[/red]\N{REPLACEMENT CHARACTER}]0;title\N{REPLACEMENT CHARACTER}"
+    )
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0 B"), (1536, "1.5 KiB"), (2**31, "2.0 GiB"), (2**50, "1024.0 TiB")])
+def test_bytes_are_readable(count, text):
+    assert in_bytes(count) == text
+
+
+def test_interrupt_leaves_a_clean_terminal(model_path):
+    """Ctrl-C in the middle of a live display: code 130, one word, and the cursor is shown again."""
+    arguments = ["the fox", "--num-beams", "8", "--max-new-tokens", "240", "--eos-token-id", "96"]
+    master, slave = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*COMMAND, "--model", model_path, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
+    )
+    os.close(slave)
+    shown = b""
+    deadline = time.monotonic() + 60
+    while b"of 240" not in shown and time.monotonic() < deadline:
+        shown += os.read(master, 65536)
+    process.send_signal(signal.SIGINT)
+    shown += read_to_end(master)
+    assert process.wait(30) == EXIT_INTERRUPTED
+    assert b"interrupted" in shown
+    assert b"Traceback" not in shown
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "the cursor is shown again"
+
+
+def read_to_end(descriptor):
+    data = b""
+    while True:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # a pty reports EIO when the other side is closed
+            return data
+        if not piece:
+            return data
+        data += piece
