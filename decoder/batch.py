@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.group import Group
-from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+
 from cowbeam.decoder.branches import Token
 from cowbeam.decoder.outputs import FinishReason
 from cowbeam.decoder.params import BeamSearchParams
@@ -19,6 +20,11 @@ MASK = -1e9
 def penalized(cumulative_logprob: float, length: int, length_penalty: float) -> float:
     """``cumulative_logprob / length ** length_penalty`` in float32; ``length`` counts generated tokens only."""
     return float(np.float32(cumulative_logprob) / np.float32(length**length_penalty))
+
+
+def _is_hopeless(cumulative_logprob: float) -> bool:
+    """It descends from a rank that was masked, or no token was allowed: no model gives such a log-prob."""
+    return cumulative_logprob < MASK / 2
 
 
 class BeamSearch:
@@ -94,7 +100,10 @@ class BeamSearch:
         is_full = len(self._hypotheses) == self.width
         if (is_full and self._params.early_stopping is True) or not self._may_improve:
             return
-        self._hypotheses = sorted([*self._hypotheses, *finished], key=lambda h: -h.score)[: self.width]
+        # With more beams than candidates the surplus ranks are hopeless. What ends there fills a place only if it beats
+        # an empty one, which scores MASK in transformers.
+        hopeful = [h for h in finished if h.score > MASK or not _is_hopeless(h.cumulative_logprob)]
+        self._hypotheses = sorted([*self._hypotheses, *hopeful], key=lambda h: -h.score)[: self.width]
 
     def _decide_whether_to_go_on(self, all_hit: bool) -> None:
         is_full = len(self._hypotheses) == self.width
@@ -103,6 +112,8 @@ class BeamSearch:
         # the greatest length; the heuristic of False on the present one (transformers PR #20901).
         length = self._params.max_new_tokens if early_stopping == "never" and lp > 0 else self._length
         attainable = penalized(self.scores[0], length, lp)
-        worst = self._hypotheses[-1].score if is_full else MASK
+        worst = MASK if _is_hopeless(self.scores[0]) else -math.inf
+        if is_full:
+            worst = self._hypotheses[-1].score
         self._may_improve = self._may_improve and attainable > worst
         self.is_done = not self._may_improve or (is_full and early_stopping is True) or all_hit

@@ -33,7 +33,7 @@ class Token(Link):
 class Event(NamedTuple):
     """What happened to a block or a branch, for frames. ``tokens`` counts the slots a CoW had to carry over."""
 
-    kind: Literal["fork", "prune", "allocate", "cow", "free", "finish"]
+    kind: Literal["fork", "prune", "allocate", "cow", "free"]
     branch: int | None = None
     block: BlockId | None = None
     source: int | None = None
@@ -141,21 +141,20 @@ class BranchTree:
         """Reserve the slot of ``branch``'s next token; return the copy that must run before it is written.
 
         Full last block: a new one follows it. Room and no other holder: written in place. Room but other holders:
-        copy-on-write, since they still read the slots before it.
+        copy-on-write, since they still read the slots before it. Raises OutOfBlocksError, changing nothing.
         """
         last, filled = branch.last_block, branch.num_slots % self.pool.block_size
-        branch.num_slots += 1
+        copy: BlockCopy | None = None
         if last is None or filled == 0:
             branch.last_block = self._allocate(last, branch)
             self.pool.release(last)  # the follower holds it now
-            return None
-        if last.ref_count == 1:
-            return None
-        fresh = self._allocate(last.parent, branch, copied_from=last, filled=filled)
-        self.pool.release(last)
-        branch.last_block = fresh
-        self.num_cow_copies += 1
-        return BlockCopy(last.block_id, fresh.block_id)
+        elif last.ref_count > 1:
+            branch.last_block = self._allocate(last.parent, branch, copied_from=last, filled=filled)
+            self.pool.release(last)
+            self.num_cow_copies += 1
+            copy = BlockCopy(last.block_id, branch.last_block.block_id)
+        branch.num_slots += 1
+        return copy
 
     def slot(self, branch: Branch) -> int:
         """The slot of ``branch``'s newest reserved token: ``block_id * block_size + offset``."""

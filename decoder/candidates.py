@@ -9,12 +9,13 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import Sampling, uniform
 from cowbeam.decoder.strategy import Candidate, Continuation
-from torch import Tensor
 
 
 class CandidateSource:
@@ -47,7 +48,11 @@ class CandidateSource:
         if self._history is None:
             return scores
         seen = cast(torch.LongTensor, self._history[:, : self._length])
-        return self._processors(seen, cast(torch.FloatTensor, scores))
+        processed = self._processors(seen, cast(torch.FloatTensor, scores))
+        if not self._group.request.params.renormalize_logits:
+            return processed
+        # A row in which nothing is allowed has no distribution: normalizing gives NaN, which would rank first.
+        return processed.masked_fill(processed.isnan() & ~scores.isnan(), -torch.inf)
 
     def _beam_candidates(self, strategy: BeamSearch, log_probs: Tensor) -> Tensor:
         # At the first choice all ranks stand on the prompt: one row processed, then seen by each of them.

@@ -6,6 +6,8 @@ from typing import Any, Literal, Self, overload
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run
 from cowbeam.decoder.frames import Frame
@@ -16,7 +18,6 @@ from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
 from cowbeam.decoder.self_check import check_paged_logits
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
 

@@ -4,12 +4,16 @@ A turn either computes the prompts of newly admitted groups, each once, or gives
 thread may turn the engine; each turn advances all requests, whoever asked for them.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
@@ -17,8 +21,8 @@ from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
-from torch import Tensor
 
 
 class Run:
@@ -136,7 +140,8 @@ class Engine:
         downloaded = torch.cat([*proposals, greatest, least], 1).cpu()
         *columns, greatest_, least_ = torch.split(downloaded, [*widths, len(groups), len(groups)], 1)
         for i, (group, column) in enumerate(zip(groups, columns, strict=True)):
-            fault = _fault(float(greatest_[0, i]), float(least_[0, i]), float(column[0, 0]))
+            is_stuck = _is_stuck(group.strategy, column[0])
+            fault = _fault(float(greatest_[0, i]), float(least_[0, i]), is_stuck)
             if fault:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
             else:
@@ -176,14 +181,21 @@ def _take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _fault(greatest: float, least_of_rows: float, best_candidate: float) -> str | None:
-    """What is wrong with logits whose greatest value and whose least row maximum are these."""
+def _is_stuck(strategy: BeamSearch | Sampling, scores: Tensor) -> bool:
+    """No choice is left: each sample needs its candidate; beams need one, best first, unless some are finished."""
+    if isinstance(strategy, BeamSearch):
+        return not strategy.hypotheses and not bool(scores[0] > -math.inf)
+    return not bool((scores > -math.inf).all())
+
+
+def _fault(greatest: float, least_of_rows: float, is_stuck: bool) -> str | None:
+    """What is wrong with logits whose greatest value and whose least row maximum are these, or with their candidates."""
     if greatest != greatest:
         return "the model's logits hold NaN"
     if greatest == float("inf"):
         return "the model's logits hold +inf"
     if least_of_rows == float("-inf"):
         return "a row of the model's logits has no finite value"
-    if best_candidate == float("-inf") or best_candidate != best_candidate:
+    if is_stuck:
         return "the logits processors allow no token"
     return None

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.group import KVBytes
-from cowbeam.kernels.cache_ops import copy_blocks, write_kv
-from torch import Tensor
+from cowbeam.kernels.cache_ops import copy_blocks, layer_pointers, write_kv
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class KVCache:
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.layers = [LayerCache(shape, num_blocks, block_size) for shape in shapes]
+        # One launch copies all layers whose blocks have one size; most models have only one.
+        by_size: dict[int, list[Tensor]] = {}
+        for layer in self.layers:
+            for tensor in layer.tensors:
+                by_size.setdefault(tensor[0].nbytes, []).append(tensor)
+        self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in by_size.values()]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Run the step's copies, before anything of the step is written.
@@ -66,9 +73,9 @@ class KVCache:
         """
         if not copies:
             return
-        tensors = [tensor for layer in self.layers for tensor in layer.tensors]
-        ids = torch.tensor(copies, device=tensors[0].device)
-        copy_blocks(tensors, ids[:, 0], ids[:, 1])
+        sources, destinations = torch.tensor(list(zip(*copies, strict=True)), device=self.layers[0].key.device)
+        for tensors, pointers in self._copied_together:
+            copy_blocks(tensors, sources, destinations, pointers=pointers)
 
 
 def kv_bytes(shapes: Sequence[LayerShape]) -> KVBytes:

@@ -14,14 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
 from cowbeam.kernels.prefill import packed_causal_attention
-from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 AttentionPath = Literal["triton", "torch"]
 

@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 
 import torch
-from cowbeam.decoder.group import Request
-from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 from transformers import (
     LogitNormalization,
     LogitsProcessor,
@@ -17,6 +15,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from cowbeam.decoder.group import Request
+from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 
 def make_processors(request: Request, device: torch.device) -> LogitsProcessorList:

@@ -7,6 +7,7 @@ neighbours in the batch nor preemption nor the block size can change it.
 from collections.abc import Sequence
 
 import numpy as np
+
 from cowbeam.decoder.branches import Token
 from cowbeam.decoder.outputs import FinishReason
 from cowbeam.decoder.params import Params

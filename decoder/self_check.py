@@ -3,6 +3,8 @@
 import random
 
 import torch
+from torch import Tensor
+
 from cowbeam.decoder.batch import Batch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
@@ -10,7 +12,6 @@ from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.params import SamplingParams
 from cowbeam.decoder.strategy import Candidate
-from torch import Tensor
 
 # ‖paged − own‖ / ‖own‖. float32 lands near 1e-6; half precision near 1e-2, more where a mixture of experts routes a
 # token differently. Reading a wrong block gives an error near 1.
@@ -21,13 +22,13 @@ TOLERANCE_HALF = 0.2
 def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int) -> None:
     """Decode a short prompt through a fork and compare. Raises ValueError if the logits differ.
 
-    A prompt of odd length is prefilled, forked in the middle of a block and each branch given other tokens, so a
-    write into the shared block or a read of the other branch's shows.
+    A prompt of odd length is prefilled, forked in the middle of a block and each of three branches given other tokens:
+    a write into the shared block, a read of another branch's or a wrong one of several copies shows.
     """
     rng = random.Random(0)
     vocabulary = adapter.vocabulary_size
     prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
-    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(2)]
+    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(3)]
     error = _relative_error(adapter, shapes, block_size, prompt, appended)
     tolerance = TOLERANCE.get(shapes[0].dtype, TOLERANCE_HALF)
     if not error <= tolerance:
