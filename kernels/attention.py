@@ -64,6 +64,7 @@ def paged_attention(
     kv_heads, value_dim = key_cache.shape[1], value_cache.shape[-1]
     group = heads // kv_heads
     slot_heads, splits = _head_slots(group)
+    sinks = None if sinks is None else sinks.contiguous()
     variant = _variant(plan, slot_heads, head_dim, query.dtype)
     programs = _num_programs(query.device, variant)
     out = query.new_empty(rows, heads, value_dim)
@@ -176,7 +177,7 @@ def _variant(plan: Plan, slot_heads: int, head_dim: int, dtype: torch.dtype) -> 
     if lines <= 64:
         if dtype == torch.float32:
             return _Variant(64, 8 if width <= 64 else 16, 1 if wide_head else 2, 1)
-        programs_per_sm = 1 if wide_head or plan.num_windows == 1 else 2
+        programs_per_sm = 1 if wide_head or plan.num_rows <= plan.rows_per_window else 2
         return _Variant(64, 8 if wide_head else 4, 2 if wide_head else 3, programs_per_sm)
     if lines <= 128 and dtype != torch.float32 and not wide_head:
         return _Variant(128, 8, 3, 1)

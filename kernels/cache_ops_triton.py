@@ -22,7 +22,7 @@ def write_kv_triton(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: 
             value,
             key_cache,
             value_cache,
-            slots,
+            slots.contiguous(),
             *(key.stride()[:2] + value.stride()[:2]),
             *(key_cache.stride()[:3] + value_cache.stride()[:3]),
             BLOCK_SIZE=key_cache.shape[2],

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 TILE_KEYS = 64
+# The Triton plan scans all rows in one program.
+MAX_TRITON_ROWS = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,10 +104,14 @@ def build_plan(
         sliding_window: a row sees only its last so many keys; blocks that no row sees are left out.
     """
     _check(block_tables, lengths, group_starts, block_size, rows_per_window, sliding_window)
-    windows = _windows(_as_flags(group_starts), rows_per_window, block_tables.device)
     entry_keys = min(block_size, TILE_KEYS)
+    if block_tables.is_cuda and block_tables.shape[0] <= MAX_TRITON_ROWS:
+        return _build_plan_triton(
+            block_tables, lengths, _as_flags(group_starts), block_size, rows_per_window, sliding_window
+        )
+    windows = _windows(_as_flags(group_starts), rows_per_window, block_tables.device)
     tables = block_tables.repeat_interleave(block_size // entry_keys, 1) if block_size > entry_keys else block_tables
-    lengths = lengths.to(torch.int32)
+    lengths = lengths.to(torch.int32).contiguous()
     first_visible = torch.zeros_like(lengths) if sliding_window is None else (lengths - sliding_window).clamp_(min=0)
     shared = _find_sharers(tables, lengths, first_visible, windows, entry_keys)
     order = _order(shared, windows, TILE_KEYS // entry_keys)
@@ -126,6 +132,37 @@ def build_plan(
         row_window=windows.of_row.int(),
         lengths=lengths,
         first_visible=first_visible,
+    )
+
+
+def _build_plan_triton(
+    block_tables: Tensor,
+    lengths: Tensor,
+    group_starts: Tensor,
+    block_size: int,
+    rows_per_window: int,
+    sliding_window: int | None,
+) -> Plan:
+    """The same plan, entry for entry, by four launches."""
+    from cowbeam.kernels.plan_triton import plan_tensors  # here: the torch plan works where triton is missing
+
+    entry_keys = min(block_size, TILE_KEYS)
+    return Plan(
+        block_size=block_size,
+        rows_per_window=rows_per_window,
+        tile_keys=TILE_KEYS,
+        sliding_window=sliding_window,
+        columns=block_tables.shape[1] * (block_size // entry_keys),
+        **plan_tensors(
+            block_tables.to(torch.int32),
+            lengths.to(torch.int32).contiguous(),
+            group_starts.to(block_tables.device, non_blocking=True).contiguous().view(torch.uint8),
+            block_size=block_size,
+            entry_keys=entry_keys,
+            per_tile=TILE_KEYS // entry_keys,
+            rows_per_window=rows_per_window,
+            sliding_window=sliding_window,
+        ),
     )
 
 

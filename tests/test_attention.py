@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from forests import Rows, relative_error
 from torch import Tensor
 
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.plan import build_plan, rows_per_window
 from cowbeam.kernels.reference import paged_attention_reference
+from forests import Rows, relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 

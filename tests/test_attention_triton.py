@@ -3,6 +3,7 @@
 The tests of this file therefore run as a subprocess of one test (`test_in_the_interpreter`), named after what they do.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -21,12 +22,12 @@ if not INTERPRETED:
 
 else:
     import torch
+
+    from cowbeam.kernels import attention, cache_ops, cache_ops_triton, plan, plan_triton
+    from cowbeam.kernels.plan import Plan, build_plan
+    from cowbeam.kernels.reference import copy_blocks_reference, paged_attention_reference, write_kv_reference
     from forests import Rows, relative_error
     from test_attention import check
-
-    from cowbeam.kernels import attention, cache_ops, cache_ops_triton
-    from cowbeam.kernels.plan import build_plan
-    from cowbeam.kernels.reference import copy_blocks_reference, paged_attention_reference, write_kv_reference
 
     pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
 
@@ -105,15 +106,51 @@ else:
         everything = {"intervals": 8 << 8, "spans": 16 << 8}[tensor]
 
         def build_wrong_plan(*args, **kwargs):
-            plan = build_plan(*args, **kwargs)
-            packed = getattr(plan, tensor)
+            wrong = build_plan(*args, **kwargs)
+            packed = getattr(wrong, tensor)
             keep = 0xFFFF << 16
             packed.copy_((packed & keep) | everything)
-            return plan
+            return wrong
 
         monkeypatch.setattr("test_attention.build_plan", build_wrong_plan)
         with pytest.raises(AssertionError):
             check_triton(Rows(16, 64, 7).samples(40, [9, 9, 9]), window_rows=8)
+
+    def triton_plan(tables, lengths, starts, *, block_size, rows_per_window, sliding_window=None):
+        return plan._build_plan_triton(
+            tables, lengths, torch.tensor(starts), block_size, rows_per_window, sliding_window
+        )
+
+    @pytest.mark.parametrize(
+        ("block_size", "window_rows", "sliding_window"),
+        [(16, 4, None), (16, 16, 40), (16, 1, None), (1, 4, 1), (128, 16, None), (128, 4, 40), (8, 16, 1)],
+    )
+    def test_plan_kernels_list_what_the_torch_plan_lists(block_size, window_rows, sliding_window, monkeypatch):
+        """Entry for entry, in the same order; what lies behind the last tile may differ, nothing reads it."""
+        rows = Rows(block_size, 2048 // block_size + 64, 11).beams(70, 6, 20).beams(1, 1, 0).beams(33, 1, 0)
+        rows.beams(40, 3, 9).chunk(21, 9).samples(30, [3, 9, 0]).padding(3)
+        tables, lengths, starts = rows.tensors()
+        options = {"block_size": block_size, "rows_per_window": window_rows, "sliding_window": sliding_window}
+        monkeypatch.setattr(plan, "_may_read", lambda _: False)
+        expected = build_plan(tables, lengths, starts, **options)
+        built = triton_plan(tables, lengths, starts, **options)
+        tiles = int(expected.tile_starts[-1])
+        used = {"tile_window": tiles} | dict.fromkeys(plan_triton.ENTRY_FIELDS, tiles * expected.entries_per_tile)
+        for field in dataclasses.fields(Plan):
+            old, new = getattr(expected, field.name), getattr(built, field.name)
+            if isinstance(old, torch.Tensor):
+                assert old.dtype == new.dtype
+                assert old.shape == new.shape
+                end = used.get(field.name)
+                assert torch.equal(old[:end], new[:end]), field.name
+            else:
+                assert old == new
+
+    def test_attention_over_a_plan_built_by_kernels(monkeypatch):
+        monkeypatch.setattr("test_attention.build_plan", triton_plan)
+        check_triton(forest())
+        check_triton(forest(128), sliding_window=20)
+        check_triton(Rows(8, 8, 1).beams(9, 1, 0))
 
     def test_write_kv_kernel():
         for block_size, slot_dtype in ((1, torch.int32), (16, torch.int64)):

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from forests import ABSURD, Rows
 
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
+from forests import ABSURD, Rows
 
 
 def entries(plan: Plan, window: int) -> list[tuple[int, int, int, int]]:

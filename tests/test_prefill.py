@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from forests import relative_error
 
 from cowbeam.kernels.prefill import packed_causal_attention
 from cowbeam.kernels.reference import causal_attention_reference
+from forests import relative_error
 
 
 def check(prompt_lengths, *, kv_heads=2, group=3, dim=32, value_dim=None, sliding_window=None):
