@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
 
 import numpy as np
@@ -51,6 +52,8 @@ class Decoder:
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
     ) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
         _check_knobs(block_size, num_blocks, memory_fraction, kv_memory)
         self.model = model
         self.tokenizer = tokenizer
@@ -99,7 +102,7 @@ class Decoder:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **model_kwargs)
         except (OSError, ValueError) as error:
-            raise ValueError(f"the model {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+            raise ValueError(f"the model {name!r:.200} cannot be loaded: {_first_line(error)}") from error
         if device_map is None:
             model.to(device)
         return cls(
@@ -183,6 +186,8 @@ class Decoder:
     def close(self) -> None:
         """Give the pool's memory back; the decoder cannot be used afterwards."""
         self._engine = None
+        if self._adapter.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self
@@ -210,7 +215,8 @@ class Decoder:
         return self._engine
 
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
-        each = params if isinstance(params, Sequence) else [params or BeamSearchParams()] * len(prompts)
+        is_list = isinstance(params, Sequence) and not isinstance(params, str)
+        each = params if is_list else [BeamSearchParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} params")
         return [self._request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
@@ -236,13 +242,15 @@ class Decoder:
             if self.tokenizer is None:
                 raise ValueError("a prompt as text needs a tokenizer: Decoder(model, tokenizer)")
             prompt = self.tokenizer(prompt).input_ids
-        token_ids: tuple[Any, ...] = tuple(prompt)
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
+            raise ValueError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
+        token_ids: tuple[Any, ...] = tuple(int(t) if isinstance(t, np.integer) else t for t in prompt)
         if not token_ids:
             raise ValueError("the prompt is empty: it has no tokens")
         size = self._adapter.vocabulary_size
         for position, token_id in enumerate(token_ids):
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < size:
-                raise ValueError(f"prompt token {position} is {token_id!r}; the model knows ids 0 to {size - 1}")
+                raise ValueError(f"prompt token {position} is {shown(token_id)}; the model knows ids 0 to {size - 1}")
         return token_ids
 
     def _eos_ids(self, params: Params) -> frozenset[int]:
@@ -260,6 +268,12 @@ class Decoder:
         return str(text)
 
 
+def _first_line(error: Exception) -> str:
+    """The message in short; it may quote what the user gave, control characters included."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
 def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
@@ -270,24 +284,27 @@ def _is_one_prompt(prompts: Any) -> bool:
 
 def _attention_path(attention: str, model: PreTrainedModel, block_size: int) -> AttentionPath:
     on_cuda = model.device.type == "cuda"
-    if attention == "torch" or (attention == "auto" and (not on_cuda or block_size < 8)):
+    triton_can = on_cuda and block_size >= 8 and model.dtype != torch.float64
+    if attention == "torch" or (attention == "auto" and not triton_can):
         return "torch"
     if attention not in ("auto", "triton"):
-        raise ValueError(f'attention must be "auto", "triton" or "torch", got {attention!r}')
+        raise ValueError(f'attention must be "auto", "triton" or "torch", got {shown(attention)}')
     if block_size < 8:
         raise ValueError(f'attention="triton" needs a block_size of 8 or more, got {block_size}')
+    if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f'attention="triton" needs a CUDA device; the model is on {model.device}')
     return "triton"
 
 
 def _check_knobs(block_size: int, num_blocks: int | None, memory_fraction: float, kv_memory: int | None) -> None:
-    if not isinstance(block_size, int) or block_size < 1 or block_size & (block_size - 1):
-        raise ValueError(f"block_size must be a power of two, got {block_size!r}")
-    if num_blocks is not None and (not isinstance(num_blocks, int) or num_blocks < 1):
-        raise ValueError(f"num_blocks must be a positive integer, got {num_blocks!r}")
-    if not 0 < memory_fraction <= 1:
-        raise ValueError(f"memory_fraction must be above 0 and at most 1, got {memory_fraction!r}")
-    if kv_memory is not None and kv_memory < 1:
-        raise ValueError(f"kv_memory must be a positive number of bytes, got {kv_memory!r}")
+    for name, value in (("block_size", block_size), ("num_blocks", num_blocks), ("kv_memory", kv_memory)):
+        is_given = value is not None or name == "block_size"
+        if is_given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
+    if block_size & (block_size - 1):
+        raise ValueError(f"block_size must be a power of two, got {block_size}")
+    if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
+        raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")
 
 
 def _blocks_that_fit(

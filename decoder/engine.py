@@ -170,7 +170,9 @@ class Engine:
 
     def _fail_all(self, error: BaseException) -> None:
         for run in self._runs.values():
-            run.error = error
+            # Whoever turned the engine raises the error itself; for the others it was not their request.
+            run.error = RuntimeError(f"the turn of the engine failed: {error!r}")
+            run.error.__cause__ = error
         self._start_afresh()
 
 
@@ -189,7 +191,7 @@ def _is_stuck(strategy: BeamSearch | Sampling, scores: Tensor) -> bool:
 
 
 def _fault(greatest: float, least_of_rows: float, is_stuck: bool) -> str | None:
-    """What is wrong with logits whose greatest value and whose least row maximum are these, or with their candidates."""
+    """What is wrong with logits whose greatest value and least row maximum are these, or with their candidates."""
     if greatest != greatest:
         return "the model's logits hold NaN"
     if greatest == float("inf"):

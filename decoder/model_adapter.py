@@ -30,10 +30,8 @@ AttentionPath = Literal["triton", "torch"]
 # functions, so transformers builds no mask for it.
 IMPLEMENTATION = "cowbeam"
 
-# Rows that share one gathered copy of their blocks on the torch path. More rows amortise the gather better, but each
-# row is also multiplied with the private blocks of the others.
-TORCH_ROWS_PER_WINDOW = 16
-TORCH_PREFILL_ROWS_PER_WINDOW = 64
+# On the torch path rows share one gathered copy of the blocks that all of them see.
+TORCH_ROWS_PER_WINDOW = 64
 
 
 @dataclass
@@ -58,7 +56,7 @@ class PrefillStep:
                 scale=call.scale,
                 sliding_window=call.sliding_window,
             )
-        rows = _rows_per_window(call, self.path, max(self.prompt_lengths), TORCH_PREFILL_ROWS_PER_WINDOW)
+        rows = _rows_per_window(call, self.path, max(self.prompt_lengths))
         return _paged_attention(self.path, call, self.cache, self._plan(call.sliding_window, rows))
 
     def _plan(self, sliding_window: int | None, rows_per_window: int) -> Plan:
@@ -95,7 +93,7 @@ class DecodeStep:
     def attend(self, call: "AttentionCall") -> Tensor:
         """Every row over its blocks, each shared block read once."""
         widest = max(len(rows) for rows in self.inputs.rows_of_group)
-        rows = _rows_per_window(call, self.path, widest, TORCH_ROWS_PER_WINDOW)
+        rows = _rows_per_window(call, self.path, widest)
         key = (call.sliding_window, rows)
         if key not in self.plans:
             self.plans[key] = build_plan(
@@ -194,9 +192,9 @@ def _layer_shape(call: AttentionCall) -> LayerShape:
     return LayerShape(kv_heads, key_dim, call.value.shape[-1], call.key.dtype, call.key.device, call.sliding_window)
 
 
-def _rows_per_window(call: AttentionCall, path: AttentionPath, widest_group: int, on_torch: int) -> int:
+def _rows_per_window(call: AttentionCall, path: AttentionPath, widest_group: int) -> int:
     if path == "torch":
-        return on_torch
+        return TORCH_ROWS_PER_WINDOW
     return rows_per_window(call.query.shape[1], call.key.shape[1], widest_group)
 
 
@@ -242,7 +240,9 @@ class ModelAdapter:
         assert isinstance(embedding, Tensor), "the input embedding is a matrix"
         self.device = embedding.device
         self.vocabulary_size = len(embedding)  # token ids the embedding knows
-        self._own_implementation = model.config._attn_implementation
+        configs = (getattr(module, "config", None) for module in model.modules())
+        self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
+        self._own_implementations = [config._attn_implementation for config in self._configs]
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -257,6 +257,8 @@ class ModelAdapter:
         token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(num_tokens, device=self.device)[None]
         self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        if any(shape.device != self.device for shape in step.shapes.values()):
+            raise ValueError("the model's layers lie on several devices: cowbeam decodes on one")
         layers = sorted(step.shapes)
         if not layers or layers != list(range(len(layers))):
             name = type(self.model).__name__
@@ -283,9 +285,12 @@ class ModelAdapter:
         return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 
     def own_logits(self, token_ids: Sequence[int]) -> Tensor:
-        """The model's own answer, nothing of cowbeam in it: logits ``[tokens, vocabulary]``."""
+        """The model's own answer, nothing of cowbeam in it: logits ``[tokens, vocabulary]``.
+
+        By its eager attention, which every model has: some releases let SDPA drop a model's soft-capping.
+        """
         ids = torch.tensor([token_ids], device=self.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._implementation("eager"):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
         return logits
 
@@ -294,19 +299,25 @@ class ModelAdapter:
     ) -> Tensor:
         """``last``: the positions whose logits are wanted, None for all."""
         keep = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
-        with torch.inference_mode(), self._attending(step):
-            out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
+        token = _STEP.set(step)
+        try:
+            with torch.inference_mode(), self._implementation(IMPLEMENTATION):
+                out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
+        finally:
+            _STEP.reset(token)
         logits: Tensor = out.logits
         return logits if last is None or keep else logits[:, last]
 
     @contextmanager
-    def _attending(self, step: PrefillStep | DecodeStep | ProbeStep) -> Iterator[None]:
-        before = self.model.config._attn_implementation
-        token = _STEP.set(step)
-        self.model.set_attn_implementation(IMPLEMENTATION)
+    def _implementation(self, name: str) -> Iterator[None]:
+        """The model attends by this implementation inside the body, and by its owner's outside."""
+        before = [config._attn_implementation for config in self._configs]
         try:
+            # The setter of the config, not the model's `set_attn_implementation`, which walks all modules (0.4 ms).
+            for config in self._configs:
+                config._attn_implementation = name
             yield
         finally:
-            # Another decoder of this model may have been in the middle of a step: never make its switch permanent.
-            self.model.set_attn_implementation(self._own_implementation if before == IMPLEMENTATION else before)
-            _STEP.reset(token)
+            for config, found, own in zip(self._configs, before, self._own_implementations, strict=True):
+                # Another decoder of this model may be in the middle of a step: never make its switch permanent.
+                config._attn_implementation = own if found == IMPLEMENTATION else found

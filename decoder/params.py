@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self
 
 EarlyStopping = bool | Literal["never"]
@@ -39,16 +41,17 @@ _UNSUPPORTED = {
 
 def _check_integer(name: str, value: object, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {shown(value)}")
 
 
 def _check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
     """``low <= value <= high`` (``low < value`` with ``above``) and finite."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-        bound = f"{'above' if above else 'at least'} {low:g}" if low > -math.inf else "finite"
-        bound += f" and at most {high:g}" if high < math.inf else ""
-        raise ValueError(f"{name} must be a number {bound}, got {value!r}")
+        bounds = [f"{'above' if above else 'at least'} {low:g}"] if low > -math.inf else []
+        bounds += [f"at most {high:g}"] if high < math.inf else []
+        bound = f" {' and '.join(bounds)}" if bounds else ""
+        raise ValueError(f"{name} must be a finite number{bound}, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +82,11 @@ class _Params:
         _check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
         _check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
         if not isinstance(self.renormalize_logits, bool):
-            raise ValueError(f"renormalize_logits must be True or False, got {self.renormalize_logits!r}")
+            raise ValueError(f"renormalize_logits must be True or False, got {shown(self.renormalize_logits)}")
         if self.seed is not None and (
             isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64
         ):
-            raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, got {self.seed!r}")
+            raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, got {shown(self.seed)}")
         self._freeze_eos()
 
     def _freeze_eos(self) -> None:
@@ -93,9 +96,11 @@ class _Params:
         try:
             ids = tuple(given)
         except TypeError:
-            raise ValueError(f"eos_token_id must be token ids, got {self.eos_token_id!r}") from None
+            raise ValueError(f"eos_token_id must be token ids, got {shown(self.eos_token_id)}") from None
         for token_id in ids:
             _check_integer("eos_token_id", token_id, 0)
+            if token_id >= 2**63:
+                raise ValueError(f"eos_token_id must be token ids, got {shown(token_id)}")
         object.__setattr__(self, "eos_token_id", tuple(dict.fromkeys(ids)))
 
     @classmethod
@@ -154,9 +159,9 @@ class BeamSearchParams(_Params):
                 "power is no float32"
             )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f'early_stopping must be True, False or "never", got {self.early_stopping!r}')
+            raise ValueError(f'early_stopping must be True, False or "never", got {shown(self.early_stopping)}')
         if not isinstance(self.do_sample, bool):
-            raise ValueError(f"do_sample must be True or False, got {self.do_sample!r}")
+            raise ValueError(f"do_sample must be True or False, got {shown(self.do_sample)}")
         if self.do_sample and self.num_beams == 1:
             raise ValueError("do_sample=True with num_beams=1 is plain sampling: use SamplingParams")
         if not self.do_sample:
