@@ -9,12 +9,12 @@ import sys
 import time
 
 import pytest
-from fakes import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cowbeam.decoder.cli import EXIT_BAD_INPUT, EXIT_INTERRUPTED, main
 from cowbeam.decoder.report import in_bytes, printable
+from fakes import tiny_model
 
 COMMAND = [sys.executable, "-m", "cowbeam.decoder.cli"]
 

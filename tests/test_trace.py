@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from fakes import tiny_decoder
 
 from cowbeam.decoder import BeamSearchParams, SamplingParams
 from cowbeam.decoder.trace import TraceWriter, trace_records
+from fakes import tiny_decoder
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 SETTINGS = [
@@ -33,8 +33,7 @@ def test_replay_gives_back_every_frame(decoder, params):
         record = json.loads(json.dumps(writer.step(frame)))
         for place, keep, tail in record["tabs"]:
             tables[place] = tables[place][:keep] + tail
-        for block, count in record["ref"]:
-            sharers[block] = count
+        sharers.update(record["ref"])
         for node, parent, *_ in record["nodes"]:
             parent_of[node] = parent
             path[node] = [*path.get(parent, []), node]
