@@ -1,23 +1,29 @@
-"""Tiny random-weight models of many families, and random settings to run them with.
+"""Tiny random-weight models of many families, random settings to run them with, and tables that stand for a model.
 
 The weights are wide enough that next-token distributions depend on the history, so beams diverge, overtake each other
 and die, as they do in a real search. With the default initialization they would hardly move.
 """
 
 import functools
+import os
 import random
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from cowbeam.decoder import Decoder
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-# Matrices this small: handing them out to threads costs far more than it gives, above all beside other processes.
-torch.set_num_threads(1)
+from cowbeam.decoder import BeamSearchParams, Decoder
+from cowbeam.decoder.beam_search import BeamSearch
+from cowbeam.decoder.branches import Token
+from cowbeam.decoder.group import hypothesis_token_ids
+from cowbeam.decoder.strategy import Candidate
 
 VOCABULARY = 67
 MAX_POSITIONS = 640
 BLOCK_SIZES = (1, 4, 16, 64)
+DEVICE = os.environ.get("COWBEAM_TEST_DEVICE", "cpu")  # "cuda" runs the tests that use `tiny_model` on a GPU
 
 _LLAMA = {
     "hidden_size": 32,
@@ -71,7 +77,10 @@ def make_model(model_type: str, config: dict[str, Any], *, seed: int = 0, scale:
     full = CONFIG_MAPPING[model_type](**{**ids, **size, **config})
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)  # biases, norms and sinks keep their own initialization
-        model = AutoModelForCausalLM.from_config(full, dtype=torch.float32).eval()
+        # Eager where scores are capped: up to 5.23 transformers' SDPA drops the cap without a word.
+        capped = getattr(full, "attn_logit_softcapping", None) is not None
+        chosen = {"attn_implementation": "eager"} if capped else {}
+        model = AutoModelForCausalLM.from_config(full, dtype=torch.float32, **chosen).eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, scale)
@@ -82,7 +91,7 @@ def make_model(model_type: str, config: dict[str, Any], *, seed: int = 0, scale:
 @functools.cache
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The family's model, made once a process; the same weights in every dtype."""
-    model = make_model(family, FAMILIES[family]).to(dtype)
+    model = make_model(family, FAMILIES[family]).to(DEVICE, dtype)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped product takes no float64
     return model
@@ -103,7 +112,7 @@ def random_beam_settings(rng: random.Random) -> dict[str, Any]:
     """Keyword arguments of ``BeamSearchParams`` that are also fields of ``GenerationConfig``."""
     num_beams = rng.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 12])
     max_new_tokens = rng.randint(2, 14)
-    num_eos = rng.choice([0, 1, 1, 1, 2, 2, 6])
+    num_eos = rng.choice([0, 1, 2, 6, 6, 15])  # many: else few sequences end before max_new_tokens
     return {
         "num_beams": num_beams,
         "num_return_sequences": rng.randint(1, num_beams),
@@ -116,3 +125,37 @@ def random_beam_settings(rng: random.Random) -> dict[str, Any]:
         "renormalize_logits": rng.random() < 0.3,
         "eos_token_id": sorted(rng.sample(range(VOCABULARY), num_eos)),
     }
+
+
+class TableRun(NamedTuple):
+    """A search over a table: the returned sequences as (score, token ids), and the live sequences of each step."""
+
+    found: list[tuple[float, tuple[int, ...]]]
+    reasons: list[str]
+    live: list[list[tuple[int, ...]]]
+
+
+def search_table(
+    params: BeamSearchParams, eos_ids: Iterable[int], next_logprobs: Callable[[tuple[int, ...]], Sequence[float]]
+) -> TableRun:
+    """Beam search whose model is a function of the generated tokens: no tensors, no blocks, milliseconds."""
+    search = BeamSearch(params, frozenset(eos_ids))
+    live: list[tuple[int, ...]] = [()] * params.num_beams
+    chains: list[Token | None] = [None] * params.num_beams
+    steps = []
+    while not search.is_done:
+        assert len(steps) < params.max_new_tokens, "the search goes on past max_new_tokens"
+        accumulated = [
+            Candidate(float(np.float32(score) + np.float32(logprob)), rank, token)
+            for rank, (tokens, score) in enumerate(zip(live, search.scores, strict=True))
+            for token, logprob in enumerate(next_logprobs(tokens))
+        ]
+        candidates = sorted(accumulated, key=lambda candidate: -candidate.score)[: search.num_candidates]
+        continuations = search.select(candidates, chains)
+        assert all(0 <= continuation.beam < len(live) for continuation in continuations), "no such parent"
+        assert len(continuations) in (0, params.num_beams)
+        chains = [Token(chains[c.beam], c.token_id, c.logprob, c.beam) for c in continuations]
+        live = [(*live[c.beam], c.token_id) for c in continuations]
+        steps.append(live)
+    found = [(h.score, hypothesis_token_ids(h)) for h in search.hypotheses]
+    return TableRun(found, [h.finish_reason for h in search.hypotheses], steps)
