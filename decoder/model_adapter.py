@@ -7,6 +7,7 @@ only: outside of one it is as its owner left it.
 """
 
 import inspect
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,10 @@ from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
 from cowbeam.kernels.prefill import packed_causal_attention
 
 AttentionPath = Literal["triton", "torch"]
+
+# Two decoders may share a model, and the switch lies in the model's config: whoever finishes first would switch the
+# attention back under the other's forward pass. So one pass at a time, of all decoders.
+_SWITCH = threading.RLock()
 
 # No "flash", "sdpa" or "/" in it: transformers looks for those inside the name. It has no entry among the mask
 # functions, so transformers builds no mask for it.
@@ -242,7 +247,6 @@ class ModelAdapter:
         self.vocabulary_size = len(embedding)  # token ids the embedding knows
         configs = (getattr(module, "config", None) for module in model.modules())
         self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
-        self._own_implementations = [config._attn_implementation for config in self._configs]
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
@@ -311,13 +315,13 @@ class ModelAdapter:
     @contextmanager
     def _implementation(self, name: str) -> Iterator[None]:
         """The model attends by this implementation inside the body, and by its owner's outside."""
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            # The setter of the config, not the model's `set_attn_implementation`, which walks all modules (0.4 ms).
-            for config in self._configs:
-                config._attn_implementation = name
-            yield
-        finally:
-            for config, found, own in zip(self._configs, before, self._own_implementations, strict=True):
-                # Another decoder of this model may be in the middle of a step: never make its switch permanent.
-                config._attn_implementation = own if found == IMPLEMENTATION else found
+        with _SWITCH:
+            before = [config._attn_implementation for config in self._configs]
+            try:
+                # The setter of the config, not the model's `set_attn_implementation`, which walks all modules (0.4 ms).
+                for config in self._configs:
+                    config._attn_implementation = name
+                yield
+            finally:
+                for config, found in zip(self._configs, before, strict=True):
+                    config._attn_implementation = found
