@@ -134,8 +134,9 @@ class Engine:
     def _choose(self, groups: Sequence[Group], logits: Sequence[Tensor]) -> None:
         """Candidates of all groups come down in one transfer, the only one of the step."""
         proposals = [self._runs[g].source.propose(rows) for g, rows in zip(groups, logits, strict=True)]
-        greatest = torch.stack([rows.amax().double() for rows in logits]).expand(3, -1)
-        least = torch.stack([rows.amax(-1).amin().double() for rows in logits]).expand(3, -1)
+        maxima = [rows.amax(-1).double() for rows in logits]
+        greatest = torch.stack([of_rows.amax() for of_rows in maxima]).expand(3, -1)
+        least = torch.stack([of_rows.amin() for of_rows in maxima]).expand(3, -1)
         widths = [proposal.shape[1] for proposal in proposals]
         downloaded = torch.cat([*proposals, greatest, least], 1).cpu()
         *columns, greatest_, least_ = torch.split(downloaded, [*widths, len(groups), len(groups)], 1)

@@ -1,6 +1,6 @@
 """The bytes behind the blocks: one tensor a layer, and what is done to it in a step."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +48,9 @@ class LayerCache:
             self.value = empty(num_blocks, shape.kv_heads, block_size, shape.value_dim)
             self.tensors = [self.key, self.value]
 
-    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Put token t's key and value, ``[tokens, kv_heads, dim]``, into slot ``slots[t]``."""
-        write_kv(key, value, self.key, self.value, slots)
+    def write(self, key: Tensor, value: Tensor, slots: Tensor, memo: dict[Hashable, Tensor]) -> None:
+        """Put token t's key and value, ``[tokens, kv_heads, dim]``, into slot ``slots[t]``; ``memo`` is the step's."""
+        write_kv(key, value, self.key, self.value, slots, memo=memo)
 
 
 class KVCache:

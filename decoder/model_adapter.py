@@ -8,11 +8,11 @@ only: outside of one it is as its owner left it.
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class PrefillStep:
     prompt_lengths: list[int]
     block_tables: Tensor
     plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
+    writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
 
     def attend(self, call: "AttentionCall") -> Tensor:
         """SDPA a prompt, except where scores are capped or a sink joins: those go through the paged kernel."""
@@ -89,6 +90,7 @@ class DecodeStep:
     path: AttentionPath
     inputs: DecodeInputs
     plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
+    writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
 
     @property
     def slots(self) -> Tensor:
@@ -119,8 +121,7 @@ class ProbeStep:
     shapes: dict[int, LayerShape] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What a layer asks for. query ``[rows, heads, dim]``; key, value ``[rows, kv_heads, dim]``."""
 
     layer: int
@@ -168,7 +169,7 @@ def attend(
         step.shapes[call.layer] = _layer_shape(call)
         out = packed_causal_attention(call.query, call.key, call.value, [batch * length], scale=call.scale)
     else:
-        step.cache.layers[call.layer].write(call.key, call.value, step.slots)
+        step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
         out = step.attend(call)
     return out.view(batch, length, heads, -1), None
 

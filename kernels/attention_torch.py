@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cowbeam.kernels.plan import Plan
@@ -50,15 +51,35 @@ def paged_attention_torch(
     assert rows == plan.num_rows, f"{rows} queries for a plan of {plan.num_rows} rows"
     kv_heads = key_cache.shape[1]
     compute = torch.promote_types(query.dtype, torch.float32)
-    scaled = (query.to(compute) * scale).view(rows, kv_heads, heads // kv_heads, -1).transpose(0, 1)
+    by_head = query.to(compute).view(rows, kv_heads, heads // kv_heads, -1).transpose(0, 1)
     sinks = None if sinks is None else sinks.to(compute).view(kv_heads, 1, -1)
-    out = query.new_zeros(rows, kv_heads, heads // kv_heads, value_cache.shape[-1])
-    for window in _windows(plan):
-        attended = _attend_window(
-            scaled[:, window.rows], key_cache, value_cache, window, plan.entry_keys, softcap=softcap, sinks=sinks
+    windows = _windows(plan)
+    attended = [
+        _attend_window(
+            by_head[:, window.rows],
+            key_cache,
+            value_cache,
+            window,
+            plan.entry_keys,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
         )
-        out[window.rows] = attended.transpose(0, 1)
+        for window in windows
+    ]
+    if len(windows) == 1 and windows[0].rows == slice(0, rows):  # most steps: nothing to put together
+        return attended[0].transpose(0, 1).reshape(rows, heads, -1).to(query.dtype)
+    out = query.new_zeros(rows, kv_heads, heads // kv_heads, value_cache.shape[-1])
+    for window, part in zip(windows, attended, strict=True):
+        out[window.rows] = part.transpose(0, 1)
     return out.view(rows, heads, -1)
+
+
+class _Gather(NamedTuple):
+    """How to read a layer's entries as pieces of memory; the same for all layers of one layout."""
+
+    size: tuple[int, int]  # of the table of pieces: [pieces, elements of a piece]
+    pieces: Tensor  # [kv_heads * n] int64: which of them
 
 
 class _Entries(NamedTuple):
@@ -67,6 +88,7 @@ class _Entries(NamedTuple):
     block_ids: Tensor  # [n] int64
     parts: Tensor  # [n] int64: which part of the block; 0 unless the block is larger than a tile
     unseen: Tensor  # [m] int64: columns whose slots no row sees
+    gathers: dict[tuple[int, ...], _Gather]  # by the cache's shape and strides
 
 
 class _Window(NamedTuple):
@@ -76,6 +98,7 @@ class _Window(NamedTuple):
     apart: _Entries | None  # [rows * k]: each row's own columns
     apart_hidden: Tensor | None  # [rows, keys] bool
     empty: Tensor | None  # [rows] bool: rows of length 0, where there are any
+    biases: dict[int, Tensor]  # by query heads per kv head: `hidden` as SDPA takes it, [rows * group, columns]
 
 
 def _attend_window(
@@ -85,21 +108,30 @@ def _attend_window(
     window: _Window,
     entry_keys: int,
     *,
+    scale: float,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [kv_heads, rows, group, head_dim], scaled → [kv_heads, rows, group, value_dim]."""
+    """query [kv_heads, rows, group, head_dim] → [kv_heads, rows, group, value_dim]."""
     kv_heads, rows, group, _ = query.shape
     lines = query.reshape(kv_heads, rows * group, -1)
+    if window.apart is None and softcap is None and sinks is None:
+        return _attend_by_sdpa(lines, key_cache, value_cache, window, entry_keys, scale).view(*query.shape[:3], -1)
+    lines = lines * scale
     keys = _gather(key_cache, window.together, entry_keys, query.dtype)
     together, own = keys.shape[1], 0 if window.apart is None else window.apart.block_ids.shape[0] // rows * entry_keys
-    scores = query.new_empty(kv_heads, rows, group, together + own + (sinks is not None))
-    by_line = scores.view(kv_heads, rows * group, -1)[..., :together]
-    torch.bmm(lines, keys.transpose(1, 2), out=by_line)
+    more = own + (sinks is not None)
+    if more:
+        scores = query.new_empty(kv_heads, rows, group, together + more)
+        by_line = scores.view(kv_heads, rows * group, -1)[..., :together]
+        torch.bmm(lines, keys.transpose(1, 2), out=by_line)
+    else:
+        by_line = torch.bmm(lines, keys.transpose(1, 2))
+        scores = by_line.view(kv_heads, rows, group, together)
     columns = scores[..., together : together + own]
     if window.apart is not None:
         own_keys = _gather(key_cache, window.apart, entry_keys, query.dtype).view(kv_heads, rows, own, -1)
-        columns.copy_(torch.matmul(query, own_keys.transpose(2, 3)))
+        columns.copy_(torch.matmul(lines.view(query.shape), own_keys.transpose(2, 3)))
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     _mask(scores, window, together)
@@ -113,13 +145,33 @@ def _attend_window(
     return out if window.empty is None else out.masked_fill_(window.empty[None, :, None, None], 0)
 
 
+def _attend_by_sdpa(
+    lines: Tensor, key_cache: Tensor, value_cache: Tensor, window: _Window, entry_keys: int, scale: float
+) -> Tensor:
+    """The common case in one call; lines [kv_heads, rows * group, head_dim] → [kv_heads, rows * group, value_dim]."""
+    keys = _gather(key_cache, window.together, entry_keys, lines.dtype)
+    values = _gather(value_cache, window.together, entry_keys, lines.dtype)
+    group = lines.shape[1] // window.hidden.shape[0]
+    bias = window.biases.get(group)
+    if bias is None:
+        bias = lines.new_zeros(window.hidden.shape[0], group, keys.shape[1])
+        if window.hidden.shape[1]:
+            bias[..., -window.hidden.shape[1] :].masked_fill_(window.hidden[:, None], float("-inf"))
+        window.biases[group] = bias = bias.view(lines.shape[1], -1)
+    out = F.scaled_dot_product_attention(lines[None], keys[None], values[None], attn_mask=bias, scale=scale)[0]
+    if window.empty is not None:
+        out.view(lines.shape[0], -1, group, out.shape[2]).masked_fill_(window.empty[None, :, None, None], 0)
+    return out
+
+
 def _mask(scores: Tensor, window: _Window, together: int) -> None:
     """Hide, in place, what a row does not see. scores [kv_heads, rows, group, columns], the rows' own columns last."""
-    columns = scores[..., together - window.hidden.shape[1] : together]
-    columns.masked_fill_(window.hidden[None, :, None], float("-inf"))
+    if window.hidden.shape[1]:
+        columns = scores[..., together - window.hidden.shape[1] : together]
+        columns.masked_fill_(window.hidden[:, None], float("-inf"))
     if window.apart_hidden is not None:
         columns = scores[..., together : together + window.apart_hidden.shape[1]]
-        columns.masked_fill_(window.apart_hidden[None, :, None], float("-inf"))
+        columns.masked_fill_(window.apart_hidden[:, None], float("-inf"))
 
 
 def _gather(cache: Tensor, entries: _Entries, entry_keys: int, dtype: torch.dtype) -> Tensor:
@@ -127,18 +179,28 @@ def _gather(cache: Tensor, entries: _Entries, entry_keys: int, dtype: torch.dtyp
 
     Masking scores would not do: NaN times a weight of 0 is NaN.
     """
+    layout = (*cache.shape, *cache.stride())
+    gather = entries.gathers.get(layout)
+    if gather is None:
+        gather = entries.gathers[layout] = _lay_out(cache, entries, entry_keys)
+    pieces = cache.as_strided(gather.size, (gather.size[1], 1)).index_select(0, gather.pieces)
+    gathered = pieces.view(cache.shape[1], -1, cache.shape[3])
+    if gathered.dtype != dtype:
+        gathered = gathered.to(dtype)
+    return gathered.index_fill_(1, entries.unseen, 0) if entries.unseen.shape[0] else gathered
+
+
+def _lay_out(cache: Tensor, entries: _Entries, entry_keys: int) -> _Gather:
+    """One entry of one head lies in one piece of memory: a table of pieces, gathered by memcpy."""
     num_blocks, kv_heads, block_size, dim = cache.shape
-    piece = entry_keys * dim  # one entry of one head lies in one piece: a table of pieces, gathered by memcpy
+    piece = entry_keys * dim
     block_stride, head_stride = cache.stride(0), cache.stride(1)
     assert cache.stride()[2:] == (dim, 1), f"a block's keys must be contiguous, not strides {cache.stride()}"
     assert block_stride % head_stride == head_stride % piece == 0, f"unexpected strides {cache.stride()}"
     block_step, head_step = block_stride // piece, head_stride // piece
     pieces = (num_blocks - 1) * block_step + (kv_heads - 1) * head_step + block_size // entry_keys
-    table = cache.as_strided((pieces, piece), (piece, 1))
     head = torch.arange(0, kv_heads * head_step, head_step, device=cache.device)[:, None]
-    index = (entries.block_ids * block_step + entries.parts) + head
-    gathered = table.index_select(0, index.flatten()).view(kv_heads, -1, dim).to(dtype)
-    return gathered.index_fill_(1, entries.unseen, 0)
+    return _Gather((pieces, piece), ((entries.block_ids * block_step + entries.parts) + head).flatten())
 
 
 def _windows(plan: Plan) -> tuple[_Window, ...]:
@@ -176,7 +238,9 @@ def _read_window(plan: Plan, entries: slice, trunk: int, rows: slice) -> _Window
     if APART_COLUMN_COST * most * plan.entry_keys + APART_FIXED_COST >= spread:
         visible = _visible(plan, plan.first_position[rest], rows) & holds.repeat_interleave(plan.entry_keys, 1)
         together = _entries(plan, torch.arange(entries.start, entries.stop, device=row.device))
-        return _Window(together=together, hidden=~visible, apart=None, apart_hidden=None, rows=rows, empty=empty_rows)
+        return _Window(
+            together=together, hidden=~visible, apart=None, apart_hidden=None, rows=rows, empty=empty_rows, biases={}
+        )
     # Each row's entries of the rest, moved to the front of its line; the line's remainder repeats some entry, hidden.
     own = (~holds).to(torch.int8).argsort(dim=1, stable=True)[:, :most] + rest.start
     is_own = holds.sum(1, keepdim=True) > torch.arange(most, device=row.device)
@@ -184,7 +248,9 @@ def _read_window(plan: Plan, entries: slice, trunk: int, rows: slice) -> _Window
     apart = _entries(plan, own.flatten())._replace(unseen=(~visible).flatten().nonzero()[:, 0])
     together = _entries(plan, torch.arange(entries.start, rest.start, device=row.device))
     hidden = visible.new_zeros(lengths.shape[0], 0)
-    return _Window(together=together, hidden=hidden, apart=apart, apart_hidden=~visible, rows=rows, empty=empty_rows)
+    return _Window(
+        together=together, hidden=hidden, apart=apart, apart_hidden=~visible, rows=rows, empty=empty_rows, biases={}
+    )
 
 
 def _visible(plan: Plan, first_position: Tensor, rows: slice) -> Tensor:
@@ -201,4 +267,5 @@ def _entries(plan: Plan, index: Tensor) -> _Entries:
         block_ids=plan.block_ids[index].long(),
         parts=(first % plan.block_size // plan.entry_keys).long(),
         unseen=(~seen).flatten().nonzero()[:, 0],
+        gathers={},
     )

@@ -3,13 +3,21 @@
 On CUDA each is one launch (`kernels/cache_ops_triton.py`), elsewhere plain torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    *,
+    memo: dict[Hashable, Tensor] | None = None,
+) -> None:
     """Put token t's key and value into slot `slots[t]`, in place.
 
     Args:
@@ -19,17 +27,34 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
         value_cache: [num_blocks, kv_heads, block_size, value_dim].
         slots: [tokens] int32 or int64, slot = block_id * block_size + offset. Two tokens share a slot only in a scratch
             block, whose contents nobody reads.
+        memo: a dict that lives as long as `slots`: what the torch path derives from them is then derived once a step,
+            not once a layer.
     """
     if key_cache.is_cuda:
         from cowbeam.kernels.cache_ops_triton import write_kv_triton
 
         write_kv_triton(key, value, key_cache, value_cache, slots)
         return
-    block_size = key_cache.shape[2]
+    memo = {} if memo is None else memo
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        layout = (*cache.shape, *cache.stride())
+        lines = memo.get(layout)
+        if lines is None:
+            lines = memo[layout] = _lines(slots, cache)
+        dim = cache.shape[3]
+        last_line = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True))
+        table = cache.as_strided((last_line // dim + 1, dim), (dim, 1))
+        table.index_copy_(0, lines, new.reshape(-1, dim))
+
+
+def _lines(slots: Tensor, cache: Tensor) -> Tensor:
+    """[tokens * kv_heads]: where each token's heads lie, in vectors of `dim` elements from the cache's beginning."""
+    _, kv_heads, block_size, dim = cache.shape
+    block, head, offset = (stride // dim for stride in cache.stride()[:3])
+    assert cache.stride() == (block * dim, head * dim, offset * dim, 1), f"unexpected strides {cache.stride()}"
     slots = slots.long()
-    block_ids, offsets = slots // block_size, slots % block_size
-    key_cache[block_ids, :, offsets] = key
-    value_cache[block_ids, :, offsets] = value
+    first = slots // block_size * block + slots % block_size * offset
+    return (first[:, None] + torch.arange(0, kv_heads * head, head, device=slots.device)).flatten()
 
 
 def copy_blocks(

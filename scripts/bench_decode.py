@@ -1,0 +1,194 @@
+"""Beam search beside transformers, in the same run: prefill and time a step.
+
+    python scripts/bench_decode.py                        # default model, prompts 64, 512, 2048 × beams 4, 8, 16
+    python scripts/bench_decode.py --case 2048x16
+    python scripts/bench_decode.py --shape llama-8b --case 8192x16     # random weights of that shape
+
+Both sides are timed by one instrument: when each forward pass begins. The span between two beginnings holds all of a
+step (forward, log-softmax, selection, cache or block work, host). In float32 both must give the same tokens, or the
+script fails. In half precision other row counts round differently, and two beams that are nearly as good may change
+places: then the scores of both answers stand beside each other. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+from bench_header import print_header
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from cowbeam.decoder import BeamSearchParams, Decoder
+from cowbeam.decoder.default_model import resolve_default_model
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": dict(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, tie_word_embeddings=True,
+    ),
+    "llama-1b": dict(
+        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
+    ),
+    "llama-8b": dict(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+}  # fmt: skip
+DEFAULT_CASES = [f"{prompt}x{beams}" for prompt in (64, 512, 2048) for beams in (4, 8, 16)]
+
+
+class StepClock:
+    """Notes when each forward pass of the model begins."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def __enter__(self) -> "StepClock":
+        self.beginnings: list[float] = []
+        self._hook = self._model.register_forward_pre_hook(lambda *_: self.beginnings.append(time.perf_counter()))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.beginnings.append(time.perf_counter())
+        self._hook.remove()
+
+    @property
+    def prefill(self) -> float:
+        """Seconds from the first forward pass to the second."""
+        return self.beginnings[1] - self.beginnings[0]
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each later step; the first, which warms caches up, and the last, with the tail, left out."""
+        return [b - a for a, b in zip(self.beginnings[2:-2], self.beginnings[3:-1], strict=True)]
+
+
+def load_model(shape: str | None, device: str, dtype: torch.dtype) -> PreTrainedModel:
+    if shape is None:
+        return AutoModelForCausalLM.from_pretrained(resolve_default_model(), dtype=dtype).to(device).eval()
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072, rope_theta=500000.0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def run_transformers(
+    model: PreTrainedModel, prompt: list[int], num_beams: int, new_tokens: int
+) -> tuple[list[int], StepClock]:
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode(), StepClock(model) as clock:
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), num_beams=num_beams, max_new_tokens=new_tokens, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist(), clock
+
+
+def run_cowbeam(decoder: Decoder, prompt: list[int], num_beams: int, new_tokens: int) -> tuple[list[int], StepClock]:
+    params = BeamSearchParams(num_beams=num_beams, max_new_tokens=new_tokens, eos_token_id=[])
+    with StepClock(decoder.model) as clock:
+        result = decoder.generate(prompt, params)
+    return list(result.completions[0].token_ids), clock
+
+
+def score(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
+    """Mean log-prob of ``tokens`` by one plain forward pass: what either search was after."""
+    ids = torch.tensor([prompt + tokens], device=model.device)
+    with torch.inference_mode():
+        logits = model(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
+    return float(logits.log_softmax(-1).gather(1, ids[0, -len(tokens) :, None]).mean())
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        "median": statistics.median(ordered),
+        "p20": ordered[len(ordered) // 5],
+        "p80": ordered[len(ordered) * 4 // 5],
+    }
+
+
+def run_case(decoder: Decoder, case: str, new_tokens: int, peer: bool) -> dict[str, Any]:
+    """Both sides in turn, ours first and last, so that a machine that slows down or speeds up does it to both."""
+    prompt_length, num_beams = (int(part) for part in case.split("x"))
+    generator = torch.Generator().manual_seed(prompt_length)
+    prompt = torch.randint(3, decoder.model.config.vocab_size, (prompt_length,), generator=generator).tolist()
+    run_cowbeam(decoder, prompt, num_beams, 4)  # warm up
+    ours, clock = run_cowbeam(decoder, prompt, num_beams, new_tokens)
+    clocks: dict[str, list[StepClock]] = {"cowbeam": [clock], "transformers": []}
+    for _ in range((1 if prompt_length * num_beams > 4096 else 3) if peer else 0):
+        theirs, clock = run_transformers(decoder.model, prompt, num_beams, new_tokens)
+        clocks["transformers"].append(clock)
+        clocks["cowbeam"].append(run_cowbeam(decoder, prompt, num_beams, new_tokens)[1])
+    row: dict[str, Any] = {"case": case}
+    for side, of_side in clocks.items():
+        if of_side:
+            prefill = statistics.median(clock.prefill for clock in of_side)
+            row[side] = {"prefill": prefill, "step": spread([step for clock in of_side for step in clock.steps])}
+    if peer:
+        row["same_tokens"] = ours == theirs
+        row["score"] = {
+            "cowbeam": score(decoder.model, prompt, ours),
+            "transformers": score(decoder.model, prompt, theirs),
+        }
+        row["prefill_ratio"] = row["transformers"]["prefill"] / row["cowbeam"]["prefill"]
+        row["step_ratio"] = row["transformers"]["step"]["median"] / row["cowbeam"]["step"]["median"]
+    return row
+
+
+def show(row: dict[str, Any]) -> None:
+    def side(name: str) -> str:
+        if name not in row:
+            return f"{'':>30}"
+        step = row[name]["step"]
+        return (
+            f"{row[name]['prefill'] * 1e3:10.1f} {step['median'] * 1e3:8.2f} "
+            f"({step['p20'] * 1e3:.2f}–{step['p80'] * 1e3:.2f})"
+        )
+
+    ratios = f"{row['prefill_ratio']:6.1f} × {row['step_ratio']:6.2f} ×" if "step_ratio" in row else ""
+    same = ""
+    if "same_tokens" in row:
+        scores = "scores {cowbeam:.4f}, {transformers:.4f}".format(**row["score"])
+        same = "same tokens" if row["same_tokens"] else f"TOKENS DIFFER, {scores}"
+    print(f"{row['case']:>9} | {side('cowbeam'):<34} | {side('transformers'):<34} | {ratios} {same}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", metavar="PROMPTxBEAMS")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the default model"
+    )
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--no-peer", action="store_true", help="time cowbeam alone")
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
+    title = f"Beams of {options.shape or 'SmolLM2-135M-Instruct'}, {dtype}, beside transformers"
+    about = print_header(title) | {"model": options.shape or "SmolLM2-135M-Instruct", "dtype": str(dtype)}
+    decoder = Decoder(
+        load_model(options.shape, options.device, dtype), block_size=options.block_size, attention=options.attention,
+        memory_fraction=0.3,
+    )  # fmt: skip
+    print(f"{'P x W':>9} | {'cowbeam: prefill ms, step ms':<34} | {'transformers':<34} | prefill, step ratio")
+    rows = []
+    for case in options.case or DEFAULT_CASES:
+        rows.append(run_case(decoder, case, options.new_tokens, peer=not options.no_peer))
+        show(rows[-1])
+    print(json.dumps({**about, "cases": rows}))
+    differs = options.device == "cpu" and any(row.get("same_tokens") is False for row in rows)
+    return 1 if differs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
