@@ -25,8 +25,9 @@ class DecodeInputs:
     slots: Tensor  # [rows]
     lengths: Tensor  # [rows] int32, this step's token included
     block_tables: Tensor  # [rows, columns] int32; what lies past a row's length is garbage
-    group_starts: list[bool]  # a row with which a group begins
+    group_starts: Tensor  # [rows] bool: a group begins with this row
     rows_of_group: list[list[int]]
+    widest_group: int  # rows of the largest group
     copies: list[BlockCopy]
 
 
@@ -90,8 +91,8 @@ class Batch:
         token_ids = [branch.last_token.token_id for branch in branches if branch.last_token is not None]
         last_blocks = [branch.last_block.block_id for branch in branches if branch.last_block is not None]
         positions = [branch.num_slots - 1 for branch in branches]
-        packed = torch.tensor([token_ids, last_blocks, positions, sources, columns])
-        token_ids_, blocks_, positions_, sources_, columns_ = packed.to(self._device, non_blocking=True)
+        packed = torch.tensor([token_ids, last_blocks, positions, sources, columns, group_starts])
+        token_ids_, blocks_, positions_, sources_, columns_, starts_ = packed.to(self._device, non_blocking=True)
         self._tables = self._tables[sources_]
         self._tables.scatter_(1, columns_[:, None], blocks_[:, None].int())
         return DecodeInputs(
@@ -100,8 +101,9 @@ class Batch:
             slots=blocks_ * self._block_size + positions_ % self._block_size,
             lengths=(positions_ + 1).int(),
             block_tables=self._tables,
-            group_starts=group_starts,
+            group_starts=starts_.bool(),
             rows_of_group=rows_of_group,
+            widest_group=max(map(len, rows_of_group)),
             copies=copies,
         )
 

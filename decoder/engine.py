@@ -23,6 +23,7 @@ from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
+from cowbeam.decoder.step_graph import StepGraphs
 
 
 class Run:
@@ -52,6 +53,7 @@ class Engine:
     ) -> None:
         self._adapter = adapter
         self._cache = cache
+        self._graphs = StepGraphs(adapter, cache)
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
@@ -128,7 +130,7 @@ class Engine:
             group.decode_tokens += len(group.branches)
             self._show(self._runs[group])
         self._cache.copy(inputs.copies)
-        logits = self._adapter.decode(self._cache, inputs)
+        logits = self._graphs.decode(inputs)
         self._choose(groups, [_take_rows(logits, rows) for rows in inputs.rows_of_group])
 
     def _choose(self, groups: Sequence[Group], logits: Sequence[Tensor]) -> None:
@@ -153,7 +155,7 @@ class Engine:
     def _finish(self, group: Group) -> None:
         run = self._remove(group)
         texts = [self._decode_text(hypothesis_token_ids(h)) for h in group.strategy.hypotheses]
-        run.result = group.result(texts, self._adapter.path)
+        run.result = group.result(texts, self._adapter.path, cuda_graphs=self._graphs.is_capturing)
         self._show(run)
 
     def _show(self, run: Run) -> None:

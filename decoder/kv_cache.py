@@ -54,11 +54,15 @@ class LayerCache:
 
 
 class KVCache:
-    """All layers' blocks. A block id means the same block in every layer."""
+    """All layers' blocks. A block id means the same block in every layer.
+
+    One block more than the pool has, ``scratch_block``, takes what rows write that only fill a captured step.
+    """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.layers = [LayerCache(shape, num_blocks, block_size) for shape in shapes]
+        self.scratch_block = num_blocks
+        self.layers = [LayerCache(shape, num_blocks + 1, block_size) for shape in shapes]
         # One launch copies all layers whose blocks have one size; most models have only one.
         by_size: dict[int, list[Tensor]] = {}
         for layer in self.layers:

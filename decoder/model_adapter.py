@@ -99,8 +99,7 @@ class DecodeStep:
 
     def attend(self, call: "AttentionCall") -> Tensor:
         """Every row over its blocks, each shared block read once."""
-        widest = max(len(rows) for rows in self.inputs.rows_of_group)
-        rows = _rows_per_window(call, self.path, widest)
+        rows = _rows_per_window(call, self.path, self.inputs.widest_group)
         key = (call.sliding_window, rows)
         if key not in self.plans:
             self.plans[key] = build_plan(

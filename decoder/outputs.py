@@ -49,7 +49,8 @@ class DecodeStats:
 
     ``steps``: forward passes it took part in. ``prefill_tokens``: prompt tokens computed, each once.
     ``decode_tokens``: generated tokens computed. ``peak_blocks`` and ``peak_memory``: of this request alone.
-    ``attention``: the path its steps took ("triton" or "torch").
+    ``attention``: the path its steps took ("triton" or "torch"). ``cuda_graphs``: they were replayed, not launched
+    kernel by kernel.
     """
 
     steps: int
@@ -61,6 +62,7 @@ class DecodeStats:
     block_size: int
     peak_memory: MemoryUse
     attention: str
+    cuda_graphs: bool
     seconds: float
 
 

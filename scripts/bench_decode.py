@@ -4,10 +4,12 @@
     python scripts/bench_decode.py --case 2048x16
     python scripts/bench_decode.py --shape llama-8b --case 8192x16     # random weights of that shape
 
-Both sides are timed by one instrument: when each forward pass begins. The span between two beginnings holds all of a
-step (forward, log-softmax, selection, cache or block work, host). In float32 both must give the same tokens, or the
-script fails. In half precision other row counts round differently, and two beams that are nearly as good may change
-places: then the scores of both answers stand beside each other. The last line is JSON.
+A step of cowbeam is (time of all tokens - time of the first) / (tokens - 1) of whole calls, host work included,
+repeated. A step of transformers is the span between the beginnings of two forward passes, which holds all of it too.
+
+In float32 both must give the same tokens, or the script fails. In half precision other row counts round differently,
+and two beams that are nearly as good may change places: then the scores of both answers stand beside each other. The
+last line is JSON.
 """
 
 import argparse
@@ -15,7 +17,8 @@ import json
 import statistics
 import sys
 import time
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -54,18 +57,18 @@ class StepClock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.beginnings.append(time.perf_counter())
         self._hook.remove()
 
     @property
-    def prefill(self) -> float:
-        """Seconds from the first forward pass to the second."""
-        return self.beginnings[1] - self.beginnings[0]
+    def timing(self) -> "Timing":
+        """Prefill is the first span; the second, which warms caches up, is left out."""
+        spans = [b - a for a, b in pairwise(self.beginnings)]
+        return Timing(spans[0], spans[2:])
 
-    @property
-    def steps(self) -> list[float]:
-        """Seconds of each later step; the first, which warms caches up, and the last, with the tail, left out."""
-        return [b - a for a, b in zip(self.beginnings[2:-2], self.beginnings[3:-1], strict=True)]
+
+class Timing(NamedTuple):
+    prefill: float  # seconds to the first token
+    steps: list[float]  # seconds of a step, measured several times
 
 
 def load_model(shape: str | None, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -79,21 +82,24 @@ def load_model(shape: str | None, device: str, dtype: torch.dtype) -> PreTrained
 
 def run_transformers(
     model: PreTrainedModel, prompt: list[int], num_beams: int, new_tokens: int
-) -> tuple[list[int], StepClock]:
+) -> tuple[list[int], Timing]:
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode(), StepClock(model) as clock:
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), num_beams=num_beams, max_new_tokens=new_tokens, do_sample=False,
             eos_token_id=None, pad_token_id=0,
         )  # fmt: skip
-    return out[0, len(prompt) :].tolist(), clock
+    return out[0, len(prompt) :].tolist(), clock.timing
 
 
-def run_cowbeam(decoder: Decoder, prompt: list[int], num_beams: int, new_tokens: int) -> tuple[list[int], StepClock]:
-    params = BeamSearchParams(num_beams=num_beams, max_new_tokens=new_tokens, eos_token_id=[])
-    with StepClock(decoder.model) as clock:
-        result = decoder.generate(prompt, params)
-    return list(result.completions[0].token_ids), clock
+def run_cowbeam(decoder: Decoder, prompt: list[int], num_beams: int, new_tokens: int) -> tuple[list[int], Timing]:
+    seconds = {}
+    for count in (1, new_tokens):
+        start = time.perf_counter()
+        result = decoder.generate(prompt, BeamSearchParams(num_beams=num_beams, max_new_tokens=count, eos_token_id=[]))
+        seconds[count] = time.perf_counter() - start
+    step = (seconds[new_tokens] - seconds[1]) / (new_tokens - 1)
+    return list(result.completions[0].token_ids), Timing(seconds[1], [step])
 
 
 def score(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float:
@@ -118,18 +124,19 @@ def run_case(decoder: Decoder, case: str, new_tokens: int, peer: bool) -> dict[s
     prompt_length, num_beams = (int(part) for part in case.split("x"))
     generator = torch.Generator().manual_seed(prompt_length)
     prompt = torch.randint(3, decoder.model.config.vocab_size, (prompt_length,), generator=generator).tolist()
-    run_cowbeam(decoder, prompt, num_beams, 4)  # warm up
-    ours, clock = run_cowbeam(decoder, prompt, num_beams, new_tokens)
-    clocks: dict[str, list[StepClock]] = {"cowbeam": [clock], "transformers": []}
-    for _ in range((1 if prompt_length * num_beams > 4096 else 3) if peer else 0):
-        theirs, clock = run_transformers(decoder.model, prompt, num_beams, new_tokens)
-        clocks["transformers"].append(clock)
-        clocks["cowbeam"].append(run_cowbeam(decoder, prompt, num_beams, new_tokens)[1])
+    run_cowbeam(decoder, prompt, num_beams, new_tokens)  # compiles kernels, captures graphs
+    ours, timing = run_cowbeam(decoder, prompt, num_beams, new_tokens)
+    timings: dict[str, list[Timing]] = {"cowbeam": [timing], "transformers": []}
+    for _ in range(1 if prompt_length * num_beams > 4096 else 3):
+        if peer:
+            theirs, timing = run_transformers(decoder.model, prompt, num_beams, new_tokens)
+            timings["transformers"].append(timing)
+        timings["cowbeam"] += [run_cowbeam(decoder, prompt, num_beams, new_tokens)[1] for _ in range(2)]
     row: dict[str, Any] = {"case": case}
-    for side, of_side in clocks.items():
+    for side, of_side in timings.items():
         if of_side:
-            prefill = statistics.median(clock.prefill for clock in of_side)
-            row[side] = {"prefill": prefill, "step": spread([step for clock in of_side for step in clock.steps])}
+            prefill = statistics.median(timing.prefill for timing in of_side)
+            row[side] = {"prefill": prefill, "step": spread([step for timing in of_side for step in timing.steps])}
     if peer:
         row["same_tokens"] = ours == theirs
         row["score"] = {

@@ -34,11 +34,11 @@ class Watch:
         self.engine: Engine = engine
         self.adapter = engine._adapter
         self.steps = self.rows = self.copies = self.shared_blocks = 0
-        self._decode, self._prefill = self.adapter.decode, self.adapter.prefill
+        self._decode, self._prefill = engine._graphs.decode, self.adapter.prefill
 
     def __enter__(self) -> "Watch":
         self._patches = [
-            mock.patch.object(self.adapter, "decode", self.decode),
+            mock.patch.object(self.engine._graphs, "decode", self.decode),
             mock.patch.object(self.adapter, "prefill", self.prefill),
         ]
         for patch in self._patches:
@@ -59,12 +59,12 @@ class Watch:
         self.decoder.check_integrity()
         return logits
 
-    def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
+    def decode(self, inputs: DecodeInputs) -> Tensor:
         """Slots are reserved and copies made; each branch's newest slot is still to be written."""
         self.decoder.check_integrity()
         branches = [branch for group in self.groups for branch in group.branches]
-        self.poison(cache, unwritten={branch: branch.num_slots - 1 for branch in branches})
-        logits = self._decode(cache, inputs)
+        self.poison(self.engine._cache, unwritten={branch: branch.num_slots - 1 for branch in branches})
+        logits = self._decode(inputs)
         for group in self.groups:
             sequences = [
                 [*group.request.prompt_token_ids, *(token.token_id for token in branch.tokens)]
@@ -96,7 +96,7 @@ class Watch:
 
     def poison(self, cache: KVCache, unwritten: dict[Branch, int]) -> None:
         """NaN into every slot but those that hold a token of a live branch, recounted from the block tables."""
-        holds_token = torch.zeros(self.engine.pool.num_blocks, cache.block_size, dtype=torch.bool)
+        holds_token = torch.zeros(cache.scratch_block + 1, cache.block_size, dtype=torch.bool)
         for group in self.groups:
             for branch in group.branches:
                 written = unwritten.get(branch, branch.num_slots)
@@ -158,9 +158,9 @@ def test_the_watch_catches_rows_in_the_wrong_order() -> None:
     with Watch(decoder) as watch:
         decode = watch._decode
 
-        def shuffled(cache: KVCache, inputs: DecodeInputs) -> Tensor:
+        def shuffled(inputs: DecodeInputs) -> Tensor:
             inputs.block_tables.copy_(inputs.block_tables.flip(0))
-            return decode(cache, inputs)
+            return decode(inputs)
 
         watch._decode = shuffled
         with pytest.raises(AssertionError, match="logits differ by"):

@@ -1,0 +1,142 @@
+"""One CUDA graph a step: the whole forward pass, plans included, replayed instead of launched kernel by kernel.
+
+A graph is captured per bucket of rows and columns over static buffers; a step copies its rows into them and replays.
+Rows that only fill the bucket have length 0 and write to the cache's scratch block. What cannot be captured (a model
+whose forward pass waits for the device) goes on eagerly, found out at the first step.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cowbeam.decoder.batch import DecodeInputs
+from cowbeam.decoder.kv_cache import KVCache
+from cowbeam.decoder.model_adapter import ModelAdapter
+
+logger = logging.getLogger("cowbeam")
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+# The fewest columns of a captured block table; more come in powers of two.
+MIN_COLUMNS = 64
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    rows: int
+    columns: int
+    widest_group: int
+
+    @classmethod
+    def of(cls, inputs: DecodeInputs) -> "_Bucket | None":
+        """The least bucket that holds the step; None if there is none."""
+        rows, columns = inputs.block_tables.shape
+        fitting = [bucket for bucket in ROW_BUCKETS if bucket >= rows]
+        if not fitting:
+            return None
+        return cls(fitting[0], _power_of_two(max(columns, MIN_COLUMNS)), _power_of_two(inputs.widest_group))
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class _Captured:
+    """One bucket's graph and the buffers it reads and writes."""
+
+    def __init__(self, adapter: ModelAdapter, cache: KVCache, bucket: _Bucket, pool: Any) -> None:
+        self._adapter = adapter
+        self._cache = cache
+        self._pool = pool
+        self._graph = torch.cuda.CUDAGraph()
+        rows, device = bucket.rows, adapter.device
+        self._padding_slot = cache.scratch_block * cache.block_size
+        self._inputs = DecodeInputs(
+            token_ids=torch.zeros(rows, dtype=torch.long, device=device),
+            positions=torch.zeros(rows, dtype=torch.long, device=device),
+            slots=torch.full((rows,), self._padding_slot, dtype=torch.long, device=device),
+            lengths=torch.zeros(rows, dtype=torch.int32, device=device),
+            block_tables=torch.zeros(rows, bucket.columns, dtype=torch.int32, device=device),
+            group_starts=torch.ones(rows, dtype=torch.bool, device=device),
+            rows_of_group=[],
+            widest_group=bucket.widest_group,
+            copies=[],
+        )
+
+    def load(self, inputs: DecodeInputs) -> None:
+        """Copy the step into the buffers; rows behind it become padding."""
+        rows, columns = inputs.block_tables.shape
+        mine = self._inputs
+        for static, now in (
+            (mine.token_ids, inputs.token_ids),
+            (mine.positions, inputs.positions),
+            (mine.slots, inputs.slots),
+            (mine.lengths, inputs.lengths),
+            (mine.group_starts, inputs.group_starts),
+        ):
+            static[:rows] = now
+        mine.block_tables[:rows, :columns] = inputs.block_tables
+        mine.lengths[rows:] = 0
+        mine.slots[rows:] = self._padding_slot
+        mine.group_starts[rows:] = True
+
+    def capture(self) -> None:
+        """Run the loaded step once, which compiles its kernels, then capture it. Both only repeat the same writes."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._adapter.decode(self._cache, self._inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._logits = self._adapter.decode(self._cache, self._inputs)
+
+    def replay(self, rows: int) -> Tensor:
+        """Logits of the loaded step, ``[rows, vocabulary]``, valid until the next replay."""
+        self._graph.replay()
+        return self._logits[:rows]
+
+
+class StepGraphs:
+    """Decodes by captured steps where that works, else eagerly."""
+
+    def __init__(self, adapter: ModelAdapter, cache: KVCache) -> None:
+        self._adapter = adapter
+        self._cache = cache
+        self._captured: dict[_Bucket, _Captured] = {}
+        self._pool: Any = None  # of graph memory, shared: only one graph runs at a time
+        self.is_capturing = adapter.path == "triton" and adapter.device.type == "cuda"
+
+    @torch.inference_mode()
+    def decode(self, inputs: DecodeInputs) -> Tensor:
+        """One token a row; logits ``[rows, vocabulary]``, valid until the next call."""
+        bucket = _Bucket.of(inputs) if self.is_capturing else None
+        if bucket is None:
+            return self._adapter.decode(self._cache, inputs)
+        step = self._captured.get(bucket)
+        if step is None:
+            step = self._capture(bucket, inputs)
+            if step is None:
+                return self._adapter.decode(self._cache, inputs)
+        else:
+            step.load(inputs)
+        return step.replay(len(inputs.token_ids))
+
+    def _capture(self, bucket: _Bucket, inputs: DecodeInputs) -> _Captured | None:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        step = _Captured(self._adapter, self._cache, bucket, self._pool)
+        step.load(inputs)
+        try:
+            step.capture()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            # A forward pass that waits for the device cannot be captured; nothing of the step is lost by that.
+            name = type(self._adapter.model).__name__
+            logger.warning("%s decodes without CUDA graphs: %s", name, str(error).splitlines()[0])
+            self.is_capturing = False
+            return None
+        self._captured[bucket] = step
+        return step
