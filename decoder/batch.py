@@ -15,6 +15,8 @@ from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.group import Group
 
+_COLUMNS_AT_ONCE = 32
+
 
 @dataclass(frozen=True)
 class DecodeInputs:
@@ -42,18 +44,21 @@ class Batch:
     def add_prompt(self, group: Group) -> None:
         """Give the group's one branch a row: its whole table is sent once."""
         (branch,) = group.branches
-        total = group.num_prompt_tokens + group.request.params.max_new_tokens
-        self._widen(-(-total // self._block_size))
-        row = torch.zeros(1, self._tables.shape[1], dtype=torch.int32)
         table = branch.block_table
+        self._set_columns(max(self._tables.shape[1], len(table)))
+        row = torch.zeros(1, self._tables.shape[1], dtype=torch.int32)
         row[0, : len(table)] = torch.tensor(table, dtype=torch.int32)
         branch.row = len(self._tables)
         self._tables = torch.cat([self._tables, row.to(self._device)])
 
-    def _widen(self, columns: int) -> None:
+    def _set_columns(self, needed: int) -> None:
+        """Columns for tables of ``needed`` blocks, a few to spare; what one long request took is given back."""
+        columns = -(-needed // _COLUMNS_AT_ONCE) * _COLUMNS_AT_ONCE
         missing = columns - self._tables.shape[1]
         if missing > 0:
             self._tables = torch.nn.functional.pad(self._tables, (0, missing))
+        elif missing < 0:
+            self._tables = self._tables[:, :columns]
 
     def arrange(self, groups: Sequence[Group]) -> DecodeInputs:
         """Reserve a slot for every branch and lay the rows out: groups one after the other, each in tree order.
@@ -93,6 +98,7 @@ class Batch:
         positions = [branch.num_slots - 1 for branch in branches]
         packed = torch.tensor([token_ids, last_blocks, positions, sources, columns, group_starts])
         token_ids_, blocks_, positions_, sources_, columns_, starts_ = packed.to(self._device, non_blocking=True)
+        self._set_columns(max(columns) + 1)
         self._tables = self._tables[sources_]
         self._tables.scatter_(1, columns_[:, None], blocks_[:, None].int())
         return DecodeInputs(

@@ -2,9 +2,13 @@
 
 import argparse
 import dataclasses
+import io
 import json
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cowbeam.decoder import report
@@ -14,10 +18,12 @@ from cowbeam.decoder.params import BeamSearchParams, EarlyStopping, Params, Samp
 if TYPE_CHECKING:
     from cowbeam.decoder.decoder import Decoder, Prompt
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # as shells report a program ended by Ctrl-C
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
+_SHOW_CURSOR = "\x1b[?25h"
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
@@ -25,6 +31,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One sentence, without argparse's usage."""
         raise ValueError(message)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("cowbeam")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def _num_bytes(text: str) -> int:
@@ -47,34 +60,45 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cowbeam",
         description="Beam search and parallel sampling of a language model over copy-on-write KV blocks.",
-        epilog="`cowbeam fetch-model` fetches the default model once. `cowbeam-ui` starts the live demo.",
+        epilog="`cowbeam fetch-model` fetches the default model once.",
         argument_default=argparse.SUPPRESS,  # what is not given keeps the parameters' own default
         allow_abbrev=False,
     )
     parser.add_argument("prompts", nargs="+", metavar="prompt", help="text to continue; several are decoded together")
     _add_search_options(parser.add_argument_group("search (names and meaning as in transformers)"))
     _add_model_options(parser.add_argument_group("model and memory"))
+    parser.add_argument("--version", action="version", version=f"cowbeam {_version()}")
     parser.add_argument("--json", action="store_true", default=False, help="print a list of results for programs")
     return parser
+
+
+_NUMBERS: list[tuple[str, int | float | None, str]] = [
+    ("num-beams", BeamSearchParams.num_beams, "live beams; 1 is greedy search"),
+    ("num-return-sequences", BeamSearchParams.num_return_sequences, "completions to return"),
+    ("max-new-tokens", BeamSearchParams.max_new_tokens, "generated tokens at most"),
+    ("min-new-tokens", BeamSearchParams.min_new_tokens, "no end before so many"),
+    ("length-penalty", BeamSearchParams.length_penalty, "score = sum of log-probs / length ** this"),
+    ("temperature", SamplingParams.temperature, "flattens (above 1) or sharpens the draws"),
+    ("top-k", SamplingParams.top_k, "draw from the k likeliest only; 0: from all"),
+    ("top-p", SamplingParams.top_p, "draw from the likeliest with this probability together"),
+    ("min-p", SamplingParams.min_p, "drop tokens below this share of the likeliest one's"),
+    ("repetition-penalty", SamplingParams.repetition_penalty, "above 1: repeat less"),
+    ("no-repeat-ngram-size", SamplingParams.no_repeat_ngram_size, "no run of so many tokens twice; 0: off"),
+    ("seed", None, "of the draws; a fresh one is shown with the result"),
+]
 
 
 def _add_search_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--sample", action="store_true", default=False, help="parallel sampling instead of beam search")
     group.add_argument("--do-sample", action="store_true", help="beam sampling: draw the beams' candidates")
-    integers = [
-        "num-beams",
-        "num-return-sequences",
-        "max-new-tokens",
-        "min-new-tokens",
-        "top-k",
-        "no-repeat-ngram-size",
-    ]
-    for name in [*integers, "seed"]:
-        group.add_argument(f"--{name}", type=int, metavar="N")
-    for name in ("length-penalty", "temperature", "top-p", "min-p", "repetition-penalty"):
-        group.add_argument(f"--{name}", type=float, metavar="X")
-    group.add_argument("--early-stopping", type=_early_stopping, metavar="true|false|never")
-    group.add_argument("--eos-token-id", type=int, action="append", metavar="ID", help="may be given several times")
+    for name, default, help_text in _NUMBERS:
+        kind = int if default is None else type(default)
+        shown = "" if default is None else f" ({default})"
+        group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help_text + shown)
+    group.add_argument("--early-stopping", type=_early_stopping, metavar="WHEN", help="true, false or never (false)")
+    group.add_argument(
+        "--eos-token-id", type=int, action="append", metavar="ID", help="may be given several times (the model's)"
+    )
 
 
 def _add_model_options(group: argparse._ArgumentGroup) -> None:
@@ -129,6 +153,19 @@ def _quiet_transformers() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C inside the body takes effect at its end."""
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if held:
+        raise KeyboardInterrupt
+
+
 def run(arguments: Sequence[str]) -> None:
     """The command with these arguments. Raises ValueError for what cannot be done."""
     options = vars(_parser().parse_args(arguments))
@@ -137,9 +174,10 @@ def run(arguments: Sequence[str]) -> None:
     params = _params(options, sample=sample)
     view = report.Progress()
     with view.waiting("loading the model"):
-        from cowbeam.decoder.decoder import Decoder  # here: torch and transformers take seconds
+        with _interrupts_held_back():  # raised inside a library's start-up, one can end the process without a word
+            from cowbeam.decoder.decoder import Decoder  # here: torch and transformers take seconds
 
-        _quiet_transformers()
+            _quiet_transformers()
         decoder = Decoder.from_pretrained(name, **knobs)
     with decoder:
         sent = [_chat_token_ids(decoder, prompt) for prompt in prompts] if chat else prompts
@@ -153,6 +191,8 @@ def run(arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``cowbeam``; returns the exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character still shows the rest
     try:
         if arguments[:1] == ["fetch-model"]:
             from cowbeam.decoder.default_model import main as fetch_model
@@ -165,11 +205,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cowbeam: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            sys.stderr.write(_SHOW_CURSOR)  # whatever was drawn when it came
         print("cowbeam: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # whoever read the output is gone: nothing is left to say, at exit either
         return 0
+    except OSError as error:
+        print(f"cowbeam: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 

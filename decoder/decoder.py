@@ -58,11 +58,16 @@ class Decoder:
         self.model = model
         self.tokenizer = tokenizer
         self._adapter = ModelAdapter(model, _attention_path(attention, model, block_size))
-        shapes = self._adapter.probe(num_tokens=2)
-        check_paged_logits(self._adapter, shapes, block_size)
+        shapes = _try_out(self._adapter, block_size)
         if num_blocks is None:
             num_blocks = _blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
-        cache = KVCache(shapes, num_blocks, block_size)
+        try:
+            cache = KVCache(shapes, num_blocks, block_size)
+        except RuntimeError as error:
+            size = num_blocks * block_size * kv_bytes(shapes).per_token
+            raise ValueError(
+                f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
+            ) from error
         self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
 
     @classmethod
@@ -95,16 +100,16 @@ class Decoder:
             ValueError: the model cannot be found, loaded or decoded over blocks.
         """
         name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if dtype is None:
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         try:
+            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            if dtype is None:
+                dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             tokenizer = AutoTokenizer.from_pretrained(name)
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, **model_kwargs)
-        except (OSError, ValueError) as error:
+            if device_map is None:
+                model.to(device)
+        except Exception as error:  # files can be broken in as many ways as there are libraries that read them
             raise ValueError(f"the model {name!r:.200} cannot be loaded: {_first_line(error)}") from error
-        if device_map is None:
-            model.to(device)
         return cls(
             model.eval(),
             tokenizer,
@@ -143,7 +148,7 @@ class Decoder:
             engine.check_fits(request)
         runs: list[Run] = []
         try:
-            runs += [engine.add(request) for request in requests]
+            runs.extend(engine.add(request) for request in requests)  # one by one: `finally` knows what was added
             for run in runs:
                 while not run.is_over:
                     engine.step(run)
@@ -215,6 +220,8 @@ class Decoder:
         return self._engine
 
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
+        if self.model.training:
+            raise ValueError("the model is in training mode: call model.eval() first")
         is_list = isinstance(params, Sequence) and not isinstance(params, str)
         each = params if is_list else [BeamSearchParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):
@@ -232,6 +239,11 @@ class Decoder:
                 f"{limit} positions"
             )
         draws = isinstance(params, SamplingParams) or params.do_sample
+        if isinstance(params, BeamSearchParams) and draws and params.num_beams * self._adapter.vocabulary_size > 2**24:
+            raise ValueError(
+                f"do_sample with num_beams={params.num_beams} draws from {params.num_beams} × "
+                f"{self._adapter.vocabulary_size} candidates, more than torch.multinomial's 2**24"
+            )
         seed = params.seed
         if draws and seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
@@ -241,6 +253,8 @@ class Decoder:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a prompt as text needs a tokenizer: Decoder(model, tokenizer)")
+            if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+                raise ValueError(f"the prompt {shown(prompt)} holds bytes that are no text in UTF-8")
             prompt = self.tokenizer(prompt).input_ids
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise ValueError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
@@ -305,6 +319,19 @@ def _check_knobs(block_size: int, num_blocks: int | None, memory_fraction: float
         raise ValueError(f"block_size must be a power of two, got {block_size}")
     if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")
+
+
+def _try_out(adapter: ModelAdapter, block_size: int) -> list[LayerShape]:
+    """What the layers store, learnt from a trial step and checked against the model's own logits."""
+    try:
+        shapes = adapter.probe(num_tokens=2)
+        check_paged_logits(adapter, shapes, block_size)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        name = type(adapter.model).__name__
+        raise ValueError(f"{name} cannot be decoded over KV blocks: a trial step says {_first_line(error)}") from error
+    return shapes
 
 
 def _blocks_that_fit(

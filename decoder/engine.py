@@ -58,6 +58,8 @@ class Engine:
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
         self._lock = threading.RLock()
+        self._in_turn = False
+        self._aborted_in_turn: list[Run] = []
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -87,6 +89,7 @@ class Engine:
         with self._lock:
             if run.is_over:
                 return
+            self._in_turn = True
             try:
                 admitted = self._scheduler.admit()
                 if admitted:
@@ -97,13 +100,21 @@ class Engine:
                 # The turn may have stopped anywhere: no state of it is worth keeping.
                 self._fail_all(error)
                 raise
+            finally:
+                self._in_turn = False
+                while self._aborted_in_turn:
+                    self.abort(self._aborted_in_turn.pop())
 
     def abort(self, run: Run) -> None:
-        """Drop a request; its blocks are free on return."""
+        """Drop a request; its blocks are free on return.
+
+        Python may collect an abandoned stream in the middle of a turn, on the turning thread: then at the turn's end.
+        """
         with self._lock:
-            if not run.is_over:
-                run.error = RuntimeError("the request was aborted")
-                self._remove(run.group)
+            if self._in_turn:
+                self._aborted_in_turn.append(run)
+            elif not run.is_over:
+                self._fail(run.group, RuntimeError("the request was aborted"))
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
@@ -153,8 +164,13 @@ class Engine:
                     self._finish(group)
 
     def _finish(self, group: Group) -> None:
-        run = self._remove(group)
-        texts = [self._decode_text(hypothesis_token_ids(h)) for h in group.strategy.hypotheses]
+        run = self._runs[group]
+        try:
+            texts = [self._decode_text(hypothesis_token_ids(h)) for h in group.strategy.hypotheses]
+        except Exception as error:  # the tokenizer's fault is this request's alone
+            self._fail(group, error)
+            return
+        self._remove(group)
         run.result = group.result(texts, self._adapter.path, cuda_graphs=self._graphs.is_capturing)
         self._show(run)
 
@@ -166,10 +182,10 @@ class Engine:
         self._runs[group].error = error
         self._remove(group)
 
-    def _remove(self, group: Group) -> Run:
+    def _remove(self, group: Group) -> None:
         group.free()
         self._scheduler.remove(group)
-        return self._runs.pop(group)
+        del self._runs[group]
 
     def _fail_all(self, error: BaseException) -> None:
         for run in self._runs.values():

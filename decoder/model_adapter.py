@@ -6,7 +6,9 @@ every model hands keyword arguments down. The model is switched to that function
 only: outside of one it is as its owner left it.
 """
 
+import functools
 import inspect
+import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
@@ -149,9 +150,14 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query ``[batch, heads, length, dim]`` → ``[batch, length, heads, dim]``."""
-    assert attention_mask is None or attention_mask.dim() == 2, "no mask was asked for"
+    step = _STEP.get(None)
+    if step is None:
+        raise RuntimeError("the model is in the middle of a step of cowbeam in another thread; call it after that")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
     for name in ("position_bias", "indices", "block_indices", "attn_bias"):
-        assert kwargs.get(name) is None, f"attention with {name} cannot be paged"
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} attends with {name}, which cannot be paged")
     batch, heads, length, dim = query.shape
     call = AttentionCall(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
@@ -163,7 +169,6 @@ def attend(
         softcap=softcap,
         sinks=s_aux,
     )
-    step = _STEP.get()
     if isinstance(step, ProbeStep):
         step.shapes[call.layer] = _layer_shape(call)
         out = packed_causal_attention(call.query, call.key, call.value, [batch * length], scale=call.scale)
@@ -179,17 +184,26 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 def _sliding_window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
     """The layer's window: the keyword if present (None means full), else the config's word on this layer.
 
-    Some models (PhiMoE, Qwen2-MoE) build a window mask without handing the window down.
+    Some models (PhiMoE, Qwen2-MoE) build a window mask without handing the window down. Others have a window in their
+    config that they never use: only the word of a model whose code masks by windows counts.
     """
     if "sliding_window" in kwargs:
         window: int | None = kwargs["sliding_window"]
         return window
+    if not _masks_by_windows(type(module).__module__):
+        return None
     config: Any = module.config
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[module.layer_idx] != "sliding_attention":
         return None
     return window
+
+
+@functools.cache
+def _masks_by_windows(module_name: str) -> bool:
+    """The model's code builds sliding-window masks: read off its source, as transformers finds out such things too."""
+    return "sliding_window_causal_mask" in inspect.getsource(sys.modules[module_name])
 
 
 def _layer_shape(call: AttentionCall) -> LayerShape:
@@ -226,12 +240,16 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has no language-model head; load it as AutoModelForCausalLM")
     layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
     types = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
-    recurrent = [layer for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
+    # A DummyLayer belongs to a layer that attends to another one's K/V; it keeps its own copy here.
+    recurrent = [layer for layer in layers if type(layer).__name__ not in _PLAIN_LAYERS]
     if recurrent or not types <= {"full_attention", "sliding_attention"}:
         kinds = sorted(types - {"full_attention", "sliding_attention"}) or [type(recurrent[0]).__name__]
         raise ValueError(f"{name} cannot be decoded over KV blocks: it has layers of kind {', '.join(kinds)}")
     if not model._can_set_attn_implementation() or "position_ids" not in parameters:
         raise ValueError(f"{name} cannot be decoded over KV blocks: it does not use transformers' attention interface")
+
+
+_PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
 
 class ModelAdapter:
@@ -251,8 +269,17 @@ class ModelAdapter:
 
     @property
     def max_length(self) -> int | None:
-        """Positions the model was built for, prompt and new tokens together."""
-        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        """Positions that can be decoded rightly, prompt and new tokens together.
+
+        Long-RoPE (Phi-3-128k) takes other factors for a whole forward pass once one position in it is past the
+        original length: a neighbour would change the answer. So the original length is the limit there.
+        """
+        config: Any = self.model.config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None)
+        rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        if "longrope" in (rope.get("rope_type"), rope.get("type")):
+            original = rope.get("original_max_position_embeddings")
+            limit = original or getattr(config, "original_max_position_embeddings", limit)
         return None if limit is None else int(limit)
 
     def probe(self, num_tokens: int) -> list[LayerShape]:

@@ -30,11 +30,11 @@ class Completion:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """KV bytes at the peak beside their baselines, each at its own peak.
+    """KV bytes beside their baselines; in stats each at its own peak, in a frame at that step.
 
-    ``used``: live blocks × bytes a block. ``unique``: distinct live tokens, the least possible. ``copied``: one full
-    copy a branch, as transformers keeps (sliding layers cropped as it crops them). ``contiguous``: every branch
-    reserves its maximum length at the start.
+    ``used``: live blocks × bytes a block. ``unique``: distinct live tokens. ``copied``: one full copy a branch, as
+    transformers keeps (sliding layers cropped as it crops them; cowbeam keeps what lies behind a window).
+    ``contiguous``: every branch reserves its maximum length at the start.
     """
 
     used: int
@@ -50,7 +50,7 @@ class DecodeStats:
     ``steps``: forward passes it took part in. ``prefill_tokens``: prompt tokens computed, each once.
     ``decode_tokens``: generated tokens computed. ``peak_blocks`` and ``peak_memory``: of this request alone.
     ``attention``: the path its steps took ("triton" or "torch"). ``cuda_graphs``: they were replayed, not launched
-    kernel by kernel.
+    kernel by kernel. ``seconds``: from the call to the result, waiting for a place included.
     """
 
     steps: int

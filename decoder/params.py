@@ -16,6 +16,7 @@ _UNSUPPORTED = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
     "diversity_penalty": 0.0,
+    "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "epsilon_cutoff": 0.0,
@@ -33,6 +34,7 @@ _UNSUPPORTED = {
     "sequence_bias": None,
     "stop_strings": None,
     "suppress_tokens": None,
+    "token_healing": False,
     "top_h": None,
     "typical_p": 1.0,
     "watermarking_config": None,
@@ -94,7 +96,7 @@ class _Params:
             return
         given = [self.eos_token_id] if isinstance(self.eos_token_id, int) else self.eos_token_id
         try:
-            ids = tuple(given)
+            ids = tuple(int(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in given)
         except TypeError:
             raise ValueError(f"eos_token_id must be token ids, got {shown(self.eos_token_id)}") from None
         for token_id in ids:
@@ -113,10 +115,20 @@ class _Params:
             value = getattr(generation_config, name, None)
             if value is not None and value != neutral and name not in changes:
                 raise ValueError(f"{name}={value!r} of the generation config is not supported")
+        if getattr(generation_config, "max_new_tokens", None) is None and "max_new_tokens" not in changes:
+            limit = getattr(generation_config, "max_length", None)
+            if limit is not None and limit != 20:  # transformers' default
+                raise ValueError(f"max_length={shown(limit)} counts the prompt too: give max_new_tokens")
         fields = {field.name: getattr(generation_config, field.name, None) for field in dataclasses.fields(cls)}
         if not getattr(generation_config, "do_sample", False):
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 fields[name] = None
+        if "num_beams" in fields:
+            fields["num_beams"] = fields["num_beams"] or 1  # as transformers takes it
+        elif (getattr(generation_config, "num_beams", None) or 1) > 1:
+            raise ValueError(
+                f"num_beams={generation_config.num_beams} of the generation config is for BeamSearchParams"
+            )
         return cls(**{name: value for name, value in fields.items() if value is not None} | changes)
 
 

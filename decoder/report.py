@@ -17,7 +17,7 @@ _MAX_BRANCHES_SHOWN = 16
 
 def printable(text: str) -> Text:
     """Text of a user or a model for the terminal: no markup, no control characters."""
-    return Text("".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text))
+    return Text("".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 
 def in_bytes(count: int) -> str:
@@ -104,14 +104,14 @@ def _memory_table(result: DecodeResult) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("kept by")
     table.add_column("bytes", justify="right")
-    table.add_column("of cowbeam's", justify="right")
+    table.add_column("× cowbeam", justify="right")
     rows = [
-        ("unique tokens, the least possible", memory.unique),
+        ("unique tokens", memory.unique),
         ("cowbeam, shared blocks", memory.used),
         ("a copy a branch, as transformers keeps", memory.copied),
         ("contiguous, every branch reserves its maximum", memory.contiguous),
     ]
     for name, size in rows:
         style = "bold" if size == memory.used and name.startswith("cowbeam") else ""
-        table.add_row(name, in_bytes(size), f"{size / memory.used:.2f} ×", style=style)
+        table.add_row(name, in_bytes(size), f"{size / memory.used:.2f}", style=style)
     return table

@@ -1,7 +1,9 @@
 """Parallel sampling and greedy search: every branch goes on by itself.
 
 Randomness: sample i's token t is chosen by one uniform number that depends on (seed, i, t) alone, so neither its
-neighbours in the batch nor preemption nor the block size can change it.
+neighbours in the batch nor preemption nor the block size can change it. (The distribution it is held against comes from
+matrix products, whose last bits do depend on the number of rows: a token can change where the number falls within
+rounding of an edge.)
 """
 
 from collections.abc import Sequence

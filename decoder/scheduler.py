@@ -29,11 +29,6 @@ class Scheduler:
         self.waiting: deque[Group] = deque()
         self.running: list[Group] = []
 
-    @property
-    def is_idle(self) -> bool:
-        """Nothing waits or runs."""
-        return not self.waiting and not self.running
-
     def check_fits(self, request: Request) -> None:
         """Raises ValueError, with the numbers, if the request could never be admitted."""
         needed = worst_case_blocks(request, self._pool.block_size)

@@ -11,6 +11,7 @@ from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.params import SamplingParams
+from cowbeam.decoder.scheduler import worst_case_blocks
 from cowbeam.decoder.strategy import Candidate
 
 # ‖paged − own‖ / ‖own‖. float32 lands near 1e-6; half precision near 1e-2, more where a mixture of experts routes a
@@ -65,8 +66,9 @@ def _paged_logits(
 ) -> list[list[Tensor]]:
     steps = len(appended[0])
     params = SamplingParams(num_return_sequences=len(appended), max_new_tokens=steps + 1)
-    pool = BlockPool(len(appended) * (len(prompt) + steps + block_size), block_size)
-    group = Group(Request(prompt, params, frozenset(), seed=0), pool, KVBytes(1, ()))
+    request = Request(prompt, params, frozenset(), seed=0)
+    pool = BlockPool(worst_case_blocks(request, block_size), block_size)
+    group = Group(request, pool, KVBytes(1, ()))
     cache = KVCache(shapes, pool.num_blocks, block_size)
     batch = Batch(block_size, adapter.device)
     group.plant()

@@ -10,3 +10,4 @@ prepare_environment ""
 prompt="Write one sentence about a lighthouse."
 echo "beam search: 8 beams, the best 4 of them, for “$prompt”"
 .venv/bin/cowbeam --chat "$prompt" --num-beams 8 --num-return-sequences 4 --max-new-tokens 48
+echo "next: source .venv/bin/activate && cowbeam --chat \"Why is the sky blue?\" --sample --num-return-sequences 8"

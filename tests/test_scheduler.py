@@ -76,7 +76,7 @@ def test_a_small_request_does_not_overtake_a_big_one():
     assert scheduler.admit() == groups[1:]
     scheduler.remove(groups[1])
     scheduler.remove(groups[2])
-    assert scheduler.is_idle
+    assert [*scheduler.waiting, *scheduler.running] == []
 
 
 def test_rows_are_bounded_but_one_group_always_runs():
@@ -109,4 +109,4 @@ def test_a_waiting_group_can_be_removed():
     scheduler.remove(groups[1])
     scheduler.remove(groups[1])  # forgotten twice is forgotten
     scheduler.remove(groups[0])
-    assert scheduler.is_idle
+    assert [*scheduler.waiting, *scheduler.running] == []

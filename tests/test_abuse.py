@@ -1,0 +1,166 @@
+"""What came of trying to break a decoder: each of these once gave wrong tokens, the wrong error, or lost a request."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from fakes import FAMILIES, make_model
+from oracles import transformers_generate
+from test_exact_beams import differences
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+BEAMS = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
+SETTINGS = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 10, "length_penalty": 1.0, "eos_token_id": []}
+
+
+def make_decoder(family="llama", **config):
+    return Decoder(make_model(family, {**FAMILIES[family], **config}), block_size=4, num_blocks=256)
+
+
+def tokens(result):
+    return [completion.token_ids for completion in result.completions]
+
+
+class Spelling:
+    """As much of a tokenizer as results need; fails on demand."""
+
+    chat_template = None
+    is_broken = False
+
+    def decode(self, token_ids, **_):
+        if self.is_broken:
+            raise UnicodeError("no text")
+        return " ".join(map(str, token_ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gpt_neox"])
+def test_a_window_that_the_model_never_uses_is_none(family):
+    """A config may carry `sliding_window` that the model's code ignores; taken for real, it cuts the context.
+
+    Held against transformers without a cache: its cache believes the config and crops.
+    """
+    model = make_model(family, FAMILIES[family])
+    model.config.sliding_window = 6
+    with Decoder(model, block_size=4, num_blocks=256) as decoder:
+        results = decoder.generate([PROMPT * 3], BeamSearchParams(**SETTINGS))
+    expected = transformers_generate(model, [PROMPT * 3], {**SETTINGS, "use_cache": False})
+    assert not differences(expected, results, SETTINGS)
+
+
+def test_long_rope_is_decoded_up_to_its_original_length():
+    """Past it the factors change for a whole forward pass, so that a neighbour would change the answer."""
+    factors = [1.0] * 4
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 10000.0,
+    }
+    model = make_model(
+        "phi3", {**FAMILIES["phi3"], "rope_parameters": rope, "original_max_position_embeddings": 32}, seed=1
+    )
+    with Decoder(model, block_size=4, num_blocks=256) as decoder:
+        with pytest.raises(ValueError, match="exceed the model's 32 positions"):
+            decoder.generate([1] * 30, BEAMS)
+        results = decoder.generate([PROMPT], BeamSearchParams(**SETTINGS))
+    assert not differences(transformers_generate(model, [PROMPT], SETTINGS), results, SETTINGS)
+
+
+def test_a_stream_collected_in_the_middle_of_a_turn_harms_nobody():
+    """A dropped stream in a reference cycle is closed by the collector, which may run inside another's turn."""
+    decoder = make_decoder()
+    alone = tokens(decoder.generate(PROMPT, BEAMS))
+    stream = decoder.stream(PROMPT, BEAMS)
+    next(stream)
+    cycle = [stream]
+    cycle.append(cycle)
+    del stream, cycle
+    forward = decoder.model.forward
+
+    def collecting(*args, **kwargs):
+        gc.collect()
+        return forward(*args, **kwargs)
+
+    decoder.model.forward = collecting
+    assert tokens(decoder.generate(PROMPT, BEAMS)) == alone
+    decoder.check_integrity()
+    assert decoder.num_free_blocks == decoder.num_blocks
+
+
+def test_a_tokenizer_that_fails_fails_its_own_request():
+    decoder = make_decoder()
+    decoder.tokenizer = Spelling()
+    stream = decoder.stream(PROMPT, SamplingParams(num_return_sequences=2, max_new_tokens=30, eos_token_id=[], seed=1))
+    next(stream)
+    decoder.tokenizer.is_broken = True
+    engine = decoder._engine
+    engine._show = print  # the other request's frames need text too: not the matter here
+    with pytest.raises(UnicodeError, match="no text"):
+        decoder.generate(PROMPT, BEAMS)
+    decoder.tokenizer.is_broken = False
+    del engine._show
+    frames = list(stream)
+    assert frames[-1].result is not None
+    assert decoder.num_free_blocks == decoder.num_blocks
+
+
+def test_a_call_of_the_model_from_another_thread_is_told_so():
+    """During a step the model attends over blocks; a stranger's call must not read them, nor die without a sentence."""
+    decoder = make_decoder()
+    told = []
+    forward = decoder.model.forward
+
+    def call():
+        try:
+            forward(input_ids=torch.tensor([PROMPT]))
+        except RuntimeError as error:
+            told.append(str(error))
+
+    def disturbed(*args, **kwargs):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return forward(*args, **kwargs)
+
+    decoder.model.forward = disturbed
+    decoder.generate(PROMPT, BEAMS)
+    assert told
+    assert all("in the middle of a step of cowbeam in another thread" in sentence for sentence in told)
+
+
+def test_what_a_long_request_widened_is_given_back():
+    """Block tables on the device once stayed as wide as the longest request there ever was."""
+    decoder = Decoder(make_model("llama", FAMILIES["llama"]), block_size=1, num_blocks=2048)
+    decoder.generate([1] * 500, BEAMS)
+    decoder.generate(PROMPT, BEAMS)
+    assert decoder._engine._batch._tables.shape[1] <= 32
+
+
+def test_a_pool_beyond_memory_is_one_sentence():
+    model = make_model("llama", FAMILIES["llama"])
+    with pytest.raises(ValueError, match=r"100000000000000 blocks of 16 tokens take [\d,]+ bytes, too many here"):
+        Decoder(model, num_blocks=10**14)
+
+
+def test_training_mode_after_construction():
+    """Dropout would change the answer without a word."""
+    decoder = make_decoder()
+    decoder.model.train()
+    with pytest.raises(ValueError, match="training mode"):
+        decoder.generate(PROMPT, BEAMS)
+
+
+def test_half_a_surrogate_is_no_text():
+    decoder = make_decoder()
+    decoder.tokenizer = Spelling()
+    with pytest.raises(ValueError, match="no text in UTF-8"):
+        decoder.generate("\ud800", BEAMS)
+
+
+def test_a_large_block_costs_the_self_check_little():
+    """It once took a pool for every token of a block: 77 GB at a block size of 4096."""
+    Decoder(make_model("llama", FAMILIES["llama"]), block_size=65536, num_blocks=1)
