@@ -138,7 +138,8 @@ class BeamSearchParams(_Params):
 
     Args:
         num_beams: live beams a step.
-        num_return_sequences: completions returned, best first; at most ``num_beams``.
+        num_return_sequences: completions returned, best first; at most ``num_beams``. Where fewer sequences exist (a
+            tiny vocabulary, few allowed tokens), fewer come back: transformers fills up with empty rows.
         max_new_tokens: generated tokens at most, the EOS included.
         min_new_tokens: no EOS before so many tokens.
         length_penalty: a hypothesis scores ``cumulative_logprob / len(token_ids) ** length_penalty``.

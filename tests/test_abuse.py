@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
-from fakes import FAMILIES, make_model
+from fakes import FAMILIES, VOCABULARY, make_model
 from oracles import transformers_generate
 from test_exact_beams import differences
 
@@ -68,6 +68,39 @@ def test_long_rope_is_decoded_up_to_its_original_length():
             decoder.generate([1] * 30, BEAMS)
         results = decoder.generate([PROMPT], BeamSearchParams(**SETTINGS))
     assert not differences(transformers_generate(model, [PROMPT], SETTINGS), results, SETTINGS)
+
+
+SHARING = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+GEMMA_3N = {
+    "laurel_rank": 4,
+    "altup_num_inputs": 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "intermediate_size": [48] * 4,
+}
+
+
+@pytest.mark.parametrize(("family", "more"), [("gemma3n_text", GEMMA_3N), ("gemma4_text", {"global_head_dim": 8})])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_layers_that_share_kv(family, more, block_size):
+    """Their last layers attend to K/V of earlier ones; they were refused for a cache layer that stands for that."""
+    model = make_model(family, {**SHARING, **more})
+    prompts = [PROMPT * 3, PROMPT[:2]]
+    with Decoder(model, block_size=block_size, num_blocks=256) as decoder:
+        results = decoder.generate(prompts, BeamSearchParams(**SETTINGS))
+    expected = [transformers_generate(model, [prompt], SETTINGS)[0] for prompt in prompts]
+    assert not differences(expected, results, SETTINGS)
 
 
 def test_a_stream_collected_in_the_middle_of_a_turn_harms_nobody():
