@@ -5,7 +5,7 @@
     python scripts/bench_decode.py --shape llama-8b --case 8192x16     # random weights of that shape
 
 A step of cowbeam is (time of all tokens - time of the first) / (tokens - 1) of whole calls, host work included,
-repeated. A step of transformers is the span between the beginnings of two forward passes, which holds all of it too.
+repeated. A step of transformers is the mean span between the beginnings of two forward passes, which holds all of it too.
 
 In float32 both must give the same tokens, or the script fails. In half precision other row counts round differently,
 and two beams that are nearly as good may change places: then the scores of both answers stand beside each other. The
@@ -17,7 +17,6 @@ import json
 import statistics
 import sys
 import time
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -61,9 +60,9 @@ class StepClock:
 
     @property
     def timing(self) -> "Timing":
-        """Prefill is the first span; the second, which warms caches up, is left out."""
-        spans = [b - a for a, b in pairwise(self.beginnings)]
-        return Timing(spans[0], spans[2:])
+        """Prefill is the first span; a step is the mean of the others."""
+        first, second, *_, last = self.beginnings
+        return Timing(second - first, [(last - second) / (len(self.beginnings) - 2)])
 
 
 class Timing(NamedTuple):
