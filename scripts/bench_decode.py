@@ -5,7 +5,8 @@
     python scripts/bench_decode.py --shape llama-8b --case 8192x16     # random weights of that shape
 
 A step of cowbeam is (time of all tokens - time of the first) / (tokens - 1) of whole calls, host work included,
-repeated. A step of transformers is the mean span between the beginnings of two forward passes, which holds all of it too.
+repeated. A step of transformers is the mean span between the beginnings of two forward passes, which holds all of it
+too.
 
 In float32 both must give the same tokens, or the script fails. In half precision other row counts round differently,
 and two beams that are nearly as good may change places: then the scores of both answers stand beside each other. The
