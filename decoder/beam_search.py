@@ -35,7 +35,6 @@ class BeamSearch:
         self._eos_ids = eos_ids
         self._length = 0  # generated tokens of every live beam
         self._hypotheses: list[Hypothesis] = []  # best first, at most num_beams
-        self._may_improve = True
         self.is_done = False
         # As if all beams started on the prompt and all but one were hopeless: the first step forks one branch.
         self.scores: list[float] = [0.0] + [MASK] * (params.num_beams - 1)
@@ -57,6 +56,7 @@ class BeamSearch:
 
     def select(self, candidates: Sequence[Candidate], last_tokens: Sequence[Token | None]) -> list[Continuation]:
         """The next live beams, best first. ``candidates`` come best first."""
+        assert not self.is_done, "the search is over: what finishes now would not be kept"
         self._length += 1
         reasons = [
             eos_or_length(c.token_id, self._length, self._eos_ids, self._params.max_new_tokens) for c in candidates
@@ -97,9 +97,6 @@ class BeamSearch:
         )
 
     def _keep_best(self, finished: list[Hypothesis]) -> None:
-        is_full = len(self._hypotheses) == self.width
-        if (is_full and self._params.early_stopping is True) or not self._may_improve:
-            return
         # With more beams than candidates the surplus ranks are hopeless. What ends there fills a place only if it beats
         # an empty one, which scores MASK in transformers.
         hopeful = [h for h in finished if h.score > MASK or not _is_hopeless(h.cumulative_logprob)]
@@ -115,5 +112,4 @@ class BeamSearch:
         worst = MASK if _is_hopeless(self.scores[0]) else -math.inf
         if is_full:
             worst = self._hypotheses[-1].score
-        self._may_improve = self._may_improve and attainable > worst
-        self.is_done = not self._may_improve or (is_full and early_stopping is True) or all_hit
+        self.is_done = attainable <= worst or (is_full and early_stopping is True) or all_hit
