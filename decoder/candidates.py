@@ -26,6 +26,7 @@ class CandidateSource:
         self._device = device
         self._processors = make_processors(group.request, device)
         self._history: Tensor | None = None  # [ranks, prompt + max_new_tokens], filled up to _length
+        self._log_probs: Tensor | None = None
         self._length = group.num_prompt_tokens
         if len(self._processors):
             capacity = self._length + group.request.params.max_new_tokens
@@ -35,14 +36,22 @@ class CandidateSource:
     def propose(self, logits: Tensor) -> Tensor:
         """Candidates in float64, [3, candidates]: score, rank, token id (all exact in float64).
 
+        Unusable logits (NaN, +inf, a row without a finite value) show as a score that is NaN.
+
         Args:
             logits: [ranks, vocabulary] in rank order; [1, vocabulary] at the first choice.
         """
         strategy = self._group.strategy
         logits = logits.float()
         if isinstance(strategy, BeamSearch):
-            return self._beam_candidates(strategy, torch.log_softmax(logits, -1))
+            return self._beam_candidates(strategy, self._log_softmax(logits))
         return self._one_a_sample(strategy, self._process(logits))
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        """Into a buffer of this request: megabytes allocated anew each step would be faulted in anew."""
+        if self._log_probs is None or self._log_probs.shape != logits.shape:
+            self._log_probs = torch.empty(logits.shape, device=logits.device)
+        return torch.log_softmax(logits, -1, out=self._log_probs)
 
     def _process(self, scores: Tensor) -> Tensor:
         if self._history is None:
@@ -56,9 +65,10 @@ class CandidateSource:
 
     def _beam_candidates(self, strategy: BeamSearch, log_probs: Tensor) -> Tensor:
         # At the first choice all ranks stand on the prompt: one row processed, then seen by each of them.
-        processed = self._process(log_probs).expand(strategy.width, -1)
-        running = torch.tensor(strategy.scores, dtype=torch.float32, device=self._device)
-        accumulated = (processed + running[:, None]).view(-1)
+        processed = self._process(log_probs)
+        running = torch.tensor(strategy.scores, dtype=torch.float32, device=self._device)[:, None]
+        is_first = len(processed) < strategy.width
+        accumulated = (processed + running if is_first else processed.add_(running)).reshape(-1)
         count = min(strategy.num_candidates, accumulated.numel())
         if is_beam_sampling(self._group.request):
             scores, flat = self._draw(accumulated, count)
@@ -69,11 +79,11 @@ class CandidateSource:
 
     def _draw(self, accumulated: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """``count`` candidates without replacement, best first (sorted as since transformers 5.24)."""
-        # NaN (an unusable model, reported after the download) must not reach multinomial: on CUDA it would abort.
-        probabilities = torch.nan_to_num(torch.softmax(accumulated, -1), nan=1.0)
-        drawn = torch.multinomial(probabilities, count, generator=self._generator())
+        probabilities = torch.softmax(accumulated, -1)
+        # NaN must not reach multinomial, where it would abort the process on CUDA, but must show in the candidates.
+        drawn = torch.multinomial(probabilities.nan_to_num(nan=1.0), count, generator=self._generator())
         scores, order = accumulated[drawn].sort(descending=True)
-        return scores, drawn[order]
+        return scores.masked_fill_(probabilities[:1].isnan(), torch.nan), drawn[order]
 
     def _generator(self) -> torch.Generator:
         """A stream that depends on the seed and the position only."""

@@ -147,15 +147,10 @@ class Engine:
     def _choose(self, groups: Sequence[Group], logits: Sequence[Tensor]) -> None:
         """Candidates of all groups come down in one transfer, the only one of the step."""
         proposals = [self._runs[g].source.propose(rows) for g, rows in zip(groups, logits, strict=True)]
-        maxima = [rows.amax(-1).double() for rows in logits]
-        greatest = torch.stack([of_rows.amax() for of_rows in maxima]).expand(3, -1)
-        least = torch.stack([of_rows.amin() for of_rows in maxima]).expand(3, -1)
-        widths = [proposal.shape[1] for proposal in proposals]
-        downloaded = torch.cat([*proposals, greatest, least], 1).cpu()
-        *columns, greatest_, least_ = torch.split(downloaded, [*widths, len(groups), len(groups)], 1)
-        for i, (group, column) in enumerate(zip(groups, columns, strict=True)):
-            is_stuck = _is_stuck(group.strategy, column[0])
-            fault = _fault(float(greatest_[0, i]), float(least_[0, i]), is_stuck)
+        downloaded = torch.cat(proposals, 1).cpu()
+        columns = torch.split(downloaded, [proposal.shape[1] for proposal in proposals], 1)
+        for group, column, rows in zip(groups, columns, logits, strict=True):
+            fault = _fault(group.strategy, column[0], rows)
             if fault:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
             else:
@@ -202,21 +197,22 @@ def _take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
     return logits[torch.tensor(rows, device=logits.device)]
 
 
-def _is_stuck(strategy: BeamSearch | Sampling, scores: Tensor) -> bool:
-    """No choice is left: each sample needs its candidate; beams need one, best first, unless some are finished."""
-    if isinstance(strategy, BeamSearch):
-        return not strategy.hypotheses and not bool(scores[0] > -math.inf)
-    return not bool((scores > -math.inf).all())
+def _fault(strategy: BeamSearch | Sampling, scores: Tensor, logits: Tensor) -> str | None:
+    """What is wrong with the candidates of these scores, if anything is."""
+    if scores.isnan().any():
+        return _fault_of_logits(logits.float().amax(-1))
+    # Each sample needs its candidate; beams need one, best first, unless some are finished.
+    is_beams = isinstance(strategy, BeamSearch)
+    is_stuck = not scores[0] > -math.inf and not strategy.hypotheses if is_beams else not (scores > -math.inf).all()
+    return "the logits processors allow no token" if is_stuck else None
 
 
-def _fault(greatest: float, least_of_rows: float, is_stuck: bool) -> str | None:
-    """What is wrong with logits whose greatest value and least row maximum are these, or with their candidates."""
-    if greatest != greatest:
+def _fault_of_logits(maxima: Tensor) -> str:
+    """Why scores are NaN. maxima [rows]."""
+    if maxima.isnan().any():
         return "the model's logits hold NaN"
-    if greatest == float("inf"):
+    if maxima.isposinf().any():
         return "the model's logits hold +inf"
-    if least_of_rows == float("-inf"):
+    if maxima.isneginf().any():
         return "a row of the model's logits has no finite value"
-    if is_stuck:
-        return "the logits processors allow no token"
-    return None
+    return "the logits processors allow no token"
