@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.group import KVBytes
 from cowbeam.kernels.cache_ops import copy_blocks, layer_pointers, write_kv
 
@@ -70,14 +69,11 @@ class KVCache:
                 by_size.setdefault(tensor[0].nbytes, []).append(tensor)
         self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in by_size.values()]
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Run the step's copies, before anything of the step is written.
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Run the step's copies, before anything of the step is written; [copies] each, idle where both are the same.
 
         Sources are live and destinations were free, so the two are disjoint and the order does not matter.
         """
-        if not copies:
-            return
-        sources, destinations = torch.tensor(list(zip(*copies, strict=True)), device=self.layers[0].key.device)
         for tensors, pointers in self._copied_together:
             copy_blocks(tensors, sources, destinations, pointers=pointers)
 

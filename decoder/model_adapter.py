@@ -311,7 +311,8 @@ class ModelAdapter:
         return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
 
     def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
-        """One token a row; logits ``[rows, vocabulary]``."""
+        """The step's copies, then one token a row; logits ``[rows, vocabulary]``."""
+        cache.copy(inputs.copy_sources, inputs.copy_destinations)
         step = DecodeStep(cache, self.path, inputs)
         return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 

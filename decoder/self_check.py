@@ -5,7 +5,7 @@ import random
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.batch import Batch, lay_out
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
@@ -70,16 +70,15 @@ def _paged_logits(
     pool = BlockPool(worst_case_blocks(request, block_size), block_size)
     group = Group(request, pool, KVBytes(1, ()))
     cache = KVCache(shapes, pool.num_blocks, block_size)
-    batch = Batch(block_size, adapter.device)
+    batch = Batch(block_size, adapter.device, cache.scratch_block)
     group.plant()
     batch.add_prompt(group)
     first = adapter.prefill(cache, [prompt], [group.branches[0].block_table])[0]
     logits = [[first] for _ in appended]
     for step in range(steps):
         group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])
-        inputs = batch.arrange([group])
-        cache.copy(inputs.copies)
-        out = adapter.decode(cache, inputs)
-        for rank, row in enumerate(inputs.rows_of_group[0]):
+        layout = lay_out([group])
+        out = adapter.decode(cache, batch.upload(layout))
+        for rank, row in enumerate(layout.rows_of_group[0]):
             logits[rank].append(out[row])
     return logits

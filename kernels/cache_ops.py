@@ -80,7 +80,10 @@ def copy_blocks(
 
         copy_blocks_triton(layers, sources, destinations, layer_pointers(layers) if pointers is None else pointers)
         return
-    sources, destinations = sources.long(), destinations.long()
+    busy = sources != destinations
+    if not busy.any():
+        return
+    sources, destinations = sources[busy].long(), destinations[busy].long()
     for layer in layers:
         layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
