@@ -77,9 +77,9 @@ def alone_of(plan: Plan) -> Alone | None:
 
 
 def _read_rows(plan: Plan) -> Alone:
-    entry_window = plan.tile_window.repeat_interleave(plan.entries_per_tile).long()
-    window_row = plan.window_row[entry_window]
-    listed = slice(0, len(entry_window))  # behind it lies the padding that the Triton kernel reads ahead
+    tiles = int(plan.tile_starts[-1])  # behind them anything may stand: the plan has room for the worst case
+    listed = slice(0, tiles * plan.entries_per_tile)
+    window_row = plan.window_row[plan.tile_window[:tiles].repeat_interleave(plan.entries_per_tile).long()]
     row = torch.arange(plan.num_rows, device=window_row.device)[:, None]
     holds = (plan.first_row[listed] + window_row <= row) & (row < plan.end_row[listed] + window_row)
     own, visible = _line_up(plan, holds, 0, slice(0, plan.num_rows))
