@@ -2,12 +2,13 @@
 
 One attention function, registered with transformers' ``AttentionInterface``, writes the step's K/V to their slots and
 attends by the step's plan. What belongs to the step (slots, tables, plans) reaches it through a ContextVar, since not
-every model hands keyword arguments down. The model is switched to that function for the duration of a forward pass
-only: outside of one it is as its owner left it.
+every model hands keyword arguments down. The model is switched to that function, to fused projections and to compiled
+layers for the duration of a forward pass only: outside of one it is as its owner left it.
 """
 
 import functools
 import inspect
+import logging
 import sys
 import threading
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,10 +22,14 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 
 from cowbeam.decoder.batch import DecodeInputs
+from cowbeam.decoder.compiled_layers import NUMBER, CompiledLayers, find_layers
+from cowbeam.decoder.fused_linear import FusedLinears, find_groups
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
 from cowbeam.kernels.prefill import packed_causal_attention
+
+logger = logging.getLogger("cowbeam")
 
 AttentionPath = Literal["triton", "torch"]
 
@@ -119,6 +124,7 @@ class ProbeStep:
     """Notes what each layer stores; attends plainly (the outputs are not used)."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    modules: dict[int, torch.nn.Module] = field(default_factory=dict)
 
 
 class AttentionCall(NamedTuple):
@@ -150,32 +156,69 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query ``[batch, heads, length, dim]`` → ``[batch, length, heads, dim]``."""
-    step = _STEP.get(None)
-    if step is None:
-        raise RuntimeError("the model is in the middle of a step of cowbeam in another thread; call it after that")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
     for name in ("position_bias", "indices", "block_indices", "attn_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} attends with {name}, which cannot be paged")
     batch, heads, length, dim = query.shape
-    call = AttentionCall(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
-        query=query.transpose(1, 2).reshape(batch * length, heads, dim),
-        key=key.transpose(1, 2).reshape(batch * length, key.shape[1], -1),
-        value=value.transpose(1, 2).reshape(batch * length, value.shape[1], -1),
-        scale=dim**-0.5 if scaling is None else scaling,
-        sliding_window=_sliding_window(module, kwargs),
-        softcap=softcap,
-        sinks=s_aux,
-    )
+    scale = dim**-0.5 if scaling is None else scaling
+    query = query.transpose(1, 2).reshape(batch * length, heads, dim)
+    key = key.transpose(1, 2).reshape(batch * length, key.shape[1], -1)
+    value = value.transpose(1, 2).reshape(batch * length, value.shape[1], -1)
+    if torch.compiler.is_compiling():
+        # No plain number of the layer: torch would compile every layer anew.
+        out = _attend_compiled(query, key, value, s_aux, getattr(module, NUMBER), scale, softcap)
+    else:
+        window = _sliding_window(module, kwargs)
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        call = AttentionCall(layer, query, key, value, scale, window, softcap, s_aux)
+        out = _attend(module, call, [batch * length])
+    return out.view(batch, length, heads, -1), None
+
+
+def _attend(module: torch.nn.Module, call: "AttentionCall", lengths: list[int]) -> Tensor:
+    step = _current_step()
     if isinstance(step, ProbeStep):
         step.shapes[call.layer] = _layer_shape(call)
-        out = packed_causal_attention(call.query, call.key, call.value, [batch * length], scale=call.scale)
-    else:
-        step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
-        out = step.attend(call)
-    return out.view(batch, length, heads, -1), None
+        step.modules[call.layer] = module
+        return packed_causal_attention(call.query, call.key, call.value, lengths, scale=call.scale)
+    return _write_and_attend(step, call)
+
+
+def _current_step() -> "PrefillStep | DecodeStep | ProbeStep":
+    step = _STEP.get(None)
+    if step is None:
+        raise RuntimeError("the model is in the middle of a step of cowbeam in another thread; call it after that")
+    return step
+
+
+def _write_and_attend(step: "PrefillStep | DecodeStep", call: "AttentionCall") -> Tensor:
+    step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
+    return step.attend(call)
+
+
+@torch.library.custom_op("cowbeam::attend", mutates_args=())
+def _attend_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    number: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """What compiled layers call. Opaque to torch: the step, with blocks and plans, is looked up when it runs."""
+    step = _current_step()
+    assert isinstance(step, DecodeStep), "layers run compiled in decode steps only"
+    layer = int(number)
+    window = step.cache.layers[layer].sliding_window
+    return _write_and_attend(step, AttentionCall(layer, query, key, value, scale, window, softcap, sinks))
+
+
+@_attend_compiled.register_fake
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
@@ -249,6 +292,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} cannot be decoded over KV blocks: it does not use transformers' attention interface")
 
 
+def first_line(error: Exception) -> str:
+    """The message in short; it may quote what the user gave, control characters included."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
 
@@ -266,6 +315,14 @@ class ModelAdapter:
         configs = (getattr(module, "config", None) for module in model.modules())
         self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._attention_modules: list[torch.nn.Module] = []
+        self._fused = FusedLinears([])
+        self._compiled: CompiledLayers | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Decode steps run compiled layers."""
+        return self._compiled is not None
 
     @property
     def max_length(self) -> int | None:
@@ -284,17 +341,46 @@ class ModelAdapter:
 
     def probe(self, num_tokens: int) -> list[LayerShape]:
         """One plain forward pass that tells what each layer stores."""
-        step = ProbeStep()
-        token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
-        positions = torch.arange(num_tokens, device=self.device)[None]
-        self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        step = self._probe(num_tokens)
         if any(shape.device != self.device for shape in step.shapes.values()):
             raise ValueError("the model's layers lie on several devices: cowbeam decodes on one")
         layers = sorted(step.shapes)
         if not layers or layers != list(range(len(layers))):
             name = type(self.model).__name__
             raise ValueError(f"{name} cannot be decoded over KV blocks: its attention layers are numbered {layers}")
+        self._attention_modules = [step.modules[layer] for layer in layers]
         return [step.shapes[layer] for layer in layers]
+
+    def _probe(self, num_tokens: int) -> ProbeStep:
+        step = ProbeStep()
+        token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
+        positions = torch.arange(num_tokens, device=self.device)[None]
+        self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        return step
+
+    def fuse_linears(self) -> None:
+        """Compute Linears that read the same input as one product, from now on."""
+        fused = FusedLinears(find_groups(self.model, lambda: self._probe(2)))
+        self._fused = fused
+        try:
+            self._probe(2)
+        except RuntimeError as error:  # a model may view an output as only a tensor of its own can be viewed
+            self._fused = FusedLinears([])
+            logger.warning("%s decodes without fused projections: %s", type(self.model).__name__, first_line(error))
+
+    def compile_layers(self, shapes: Sequence[LayerShape], backend: str = "inductor") -> None:
+        """Run decode steps by compiled layers from now on; the steps that follow compile them, where that works."""
+        layers = find_layers(self.model, self._attention_modules)
+        if not layers:
+            logger.warning("%s decodes without compiled layers: it has no list of them", type(self.model).__name__)
+            return
+        kinds = [(type(layer), shape.sliding_window) for layer, shape in zip(layers, shapes, strict=True)]
+        self._compiled = CompiledLayers(layers, kinds, self._attention_modules, backend)
+
+    def stop_compiling(self, reason: str) -> None:
+        """Run decode steps by the model's own layers again."""
+        logger.warning("%s decodes without compiled layers: %s", type(self.model).__name__, reason)
+        self._compiled = None
 
     def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> Tensor:
         """Compute whole prompts, each once, packed; logits ``[prompts, vocabulary]`` of their last tokens."""
@@ -312,6 +398,19 @@ class ModelAdapter:
 
     def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
         """One token a row; logits ``[rows, vocabulary]``."""
+        if self._compiled is not None:
+            try:
+                with _SWITCH, self._compiled.in_place():
+                    return self._decode(cache, inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers fail in many ways; what fails without them too is raised below
+                if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise  # compiled before; whatever it is, this capture is lost
+                self.stop_compiling(first_line(error))
+        return self._decode(cache, inputs)
+
+    def _decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
         step = DecodeStep(cache, self.path, inputs)
         return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 
@@ -332,7 +431,7 @@ class ModelAdapter:
         keep = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
         token = _STEP.set(step)
         try:
-            with torch.inference_mode(), self._implementation(IMPLEMENTATION):
+            with torch.inference_mode(), self._implementation(IMPLEMENTATION), self._fused.in_place():
                 out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
         finally:
             _STEP.reset(token)
