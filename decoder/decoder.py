@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes
-from cowbeam.decoder.model_adapter import AttentionPath, ModelAdapter, first_line
+from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
@@ -62,6 +63,8 @@ class Decoder:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
         _check_knobs(block_size, num_blocks, memory_fraction, kv_memory)
+        if not (compile is None or isinstance(compile, bool)):
+            raise ValueError(f"compile must be True, False or None, got {shown(compile)}")
         self.model = model
         self.tokenizer = tokenizer
         self._adapter = ModelAdapter(model, _attention_path(attention, model, block_size))

@@ -36,20 +36,15 @@ class LinearGroup:
         self.weight = _one_tensor([member.weight for member in self.members])
         self.bias = _one_tensor(biases) if biases else None
         self._places = [
-            (member._parameters, name, parameter.data_ptr())
+            (member._parameters, name, _address(member._parameters[name]))
             for member in self.members
-            for name, parameter in member._parameters.items()
-            if parameter is not None
+            for name in ("weight", "bias")
         ]
 
     @property
     def is_current(self) -> bool:
         """The members' parameters are still views of ``weight`` and ``bias``, which their owner may have changed."""
-        for parameters, name, address in self._places:
-            parameter = parameters.get(name)
-            if parameter is None or parameter.data_ptr() != address:
-                return False
-        return True
+        return all(_address(parameters.get(name)) == address for parameters, name, address in self._places)
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Member ``index``'s output for ``x``. The first to ask computes it for all; the last one ends it."""
@@ -65,6 +60,10 @@ class LinearGroup:
         """Let go of input and outputs."""
         self._input = None
         self._parts = ()
+
+
+def _address(parameter: Tensor | None) -> int | None:
+    return None if parameter is None else parameter.data_ptr()
 
 
 class _Share:
@@ -94,22 +93,22 @@ class FusedLinears:
             for index, member in enumerate(group.members)
         ]
 
-    def refresh(self) -> bool:
-        """Lay anew what its owner has replaced since, leaving out what no longer fits; True if there was any."""
+    def refresh(self) -> None:
+        """Lay anew what its owner has replaced since, and leave out what no longer fits."""
         stale = [group for group in self.groups if not group.is_current]
         if not stale:
-            return False
+            return
         for group in stale:
             if _fit_together(group.members):
                 group.lay_together()
             else:
                 self.groups.remove(group)
         self._list_shares()
-        return True
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """One product a group inside the body; outside, every Linear computes its own."""
+        self.refresh()
         try:
             for attributes, forward in self._shares:
                 attributes["forward"] = forward
@@ -187,14 +186,21 @@ def _is_fusible(module: nn.Module, overlapping: set[int]) -> bool:
 
 
 def _overlapping_parameters(model: nn.Module) -> set[int]:
-    """ids of the parameters whose memory another module or another parameter has too: to move them would untie them."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    in_memory_order = sorted((tensor for _, tensor in named), key=lambda tensor: tensor.data_ptr())
+    """ids of the parameters whose memory another module or another tensor has too: to move them would untie them."""
     found: set[int] = set()
-    for before, after in pairwise(in_memory_order):
-        if before is after or before.data_ptr() + before.nbytes > after.data_ptr() > 0:
-            found |= {id(before), id(after)}
+    end, last = 0, None  # of the memory seen so far, and whose end it is
+    for tensor in sorted(plain_tensors(model), key=lambda tensor: tensor.data_ptr()):
+        if last is not None and tensor.nbytes and (tensor is last or tensor.data_ptr() < end):
+            found |= {id(last), id(tensor)}
+        if last is None or tensor.data_ptr() + tensor.nbytes > end:
+            end, last = tensor.data_ptr() + tensor.nbytes, tensor
     return found
+
+
+def plain_tensors(model: nn.Module) -> list[Tensor]:
+    """Every module's parameters and buffers, shared ones once a module, without tensors of special kinds."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [tensor for _, tensor in named if type(tensor) in (nn.Parameter, Tensor)]
 
 
 def _one_tensor(parameters: Sequence[Tensor]) -> Tensor:

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from cowbeam.decoder import model_adapter
+from cowbeam.decoder import attend
+from cowbeam.decoder.attend import AttentionCall
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache
-from cowbeam.decoder.model_adapter import AttentionCall, ModelAdapter
+from cowbeam.decoder.model_adapter import ModelAdapter
 
 VARIANTS = ("eager", "fused", "compiled", "fused+compiled")
 TINY = dict(
@@ -76,7 +77,7 @@ def without_attention() -> Iterator[None]:
     def copied(_step: Any, call: AttentionCall) -> Tensor:
         return call.query[..., : call.value.shape[-1]].clone()
 
-    with mock.patch.object(model_adapter, "_write_and_attend", copied):
+    with mock.patch.object(attend, "_write_and_attend", copied):
         yield
 
 
@@ -220,9 +221,8 @@ def set_inductor_options(settings: list[str]) -> None:
     """``name=value`` into torch._inductor.config, for experiments."""
     from torch._inductor import config
 
-    for setting in settings:
-        name, value = setting.split("=")
-        setattr(config, name, json.loads(value))
+    pairs = (setting.split("=") for setting in settings)
+    config.load_config({name: json.loads(value) for name, value in pairs})
 
 
 def main() -> int:
