@@ -219,7 +219,12 @@ class Engine:
             self._fail(group, error)
             return
         self._remove(group)
-        run.result = group.result(texts, self._adapter.path, cuda_graphs=self._graphs.is_capturing)
+        run.result = group.result(
+            texts,
+            self._adapter.path,
+            cuda_graphs=self._graphs.is_capturing,
+            compiled=self._adapter.is_compiled,
+        )
         self._show(run)
 
     def _show(self, run: Run) -> None:

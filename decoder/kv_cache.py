@@ -38,6 +38,7 @@ class LayerCache:
         def empty(*sizes: int) -> Tensor:
             return torch.empty(sizes, dtype=shape.dtype, device=shape.device)
 
+        self.sliding_window = shape.sliding_window
         if shape.key_dim == shape.value_dim:
             kv = empty(num_blocks, 2, shape.kv_heads, block_size, shape.key_dim)
             self.tensors = [kv]

@@ -20,16 +20,16 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_HALF = 0.2
 
 
-def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int) -> None:
+def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int, num_branches: int = 3) -> None:
     """Decode a short prompt through a fork and compare. Raises ValueError if the logits differ.
 
-    A prompt of odd length is prefilled, forked in the middle of a block and each of three branches given other tokens:
+    A prompt of odd length is prefilled, forked in the middle of a block and each of the branches given other tokens:
     a write into the shared block, a read of another branch's or a wrong one of several copies shows.
     """
     rng = random.Random(0)
     vocabulary = adapter.vocabulary_size
     prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
-    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(3)]
+    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(num_branches)]
     error = _relative_error(adapter, shapes, block_size, prompt, appended)
     tolerance = TOLERANCE.get(shapes[0].dtype, TOLERANCE_HALF)
     if not error <= tolerance:
