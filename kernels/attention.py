@@ -23,6 +23,8 @@ __all__ = ["paged_attention", "rows_per_window"]
 LOG2_E = 1.4426950408889634
 # A piece of fewer tiles costs more in merging than it gains in balance.
 MIN_TILES = 4
+# Elements of partial results that a program of the merge holds in registers at once.
+MERGED_AT_ONCE = 8192
 
 
 class _Variant(NamedTuple):
@@ -121,6 +123,7 @@ def paged_attention(
         num_warps=variant.warps,
         **common,
     )
+    heads_pad = triton.next_power_of_2(slot_heads)
     merge_kernel[(rows, kv_heads * splits)](
         out,
         partial_out,
@@ -132,7 +135,8 @@ def paged_attention(
         plan.window_row,
         plan.num_windows,
         programs,
-        HEADS_PAD=triton.next_power_of_2(slot_heads),
+        HEADS_PAD=heads_pad,
+        PARTIALS=max(1, min(16, MERGED_AT_ONCE // (heads_pad * triton.next_power_of_2(value_dim)))),
         num_warps=4,
         **common,
     )

@@ -171,7 +171,7 @@ def merge_kernel(
     OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, LENGTHS, ROW_WINDOW, TILE_STARTS, WINDOW_ROW, num_windows, programs,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, LINES: tl.constexpr, MIN_TILES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head slot): join the partial results of the row's segment, where it was cut; zero padding rows."""
     row = tl.program_id(0)
@@ -197,16 +197,23 @@ def merge_kernel(
         acc = tl.zeros([HEADS_PAD, VALUE_PAD], tl.float32)
         if length > 0:
             line = (row - tl.load(WINDOW_ROW + window)) * HEADS + heads
-            for program in range(first_program, last_program + 1):
-                at = (2 * program + (program == first_program).to(tl.int32)) * LINES + line
-                lse = tl.load(PARTIAL_LSE + at, mask=live, other=float("-inf"))
-                out = tl.load(PARTIAL_OUT + at[:, None] * VALUE_PAD + value_dims[None, :], mask=stores, other=0.0)
-                new_top = tl.maximum(top, lse)
+            # Many at once: one after the other, each would wait for memory on its own.
+            for begin in range(first_program, last_program + 1, PARTIALS):
+                program = begin + tl.arange(0, PARTIALS)
+                counts = (program <= last_program)[:, None] & live[None, :]
+                at = (2 * program + (program == first_program).to(tl.int32))[:, None] * LINES + line[None, :]
+                lse = tl.load(PARTIAL_LSE + at, mask=counts, other=float("-inf"))
+                out = tl.load(
+                    PARTIAL_OUT + at[:, :, None] * VALUE_PAD + value_dims[None, None, :],
+                    mask=counts[:, :, None] & (value_dims < VALUE_DIM)[None, None, :],
+                    other=0.0,
+                )
+                new_top = tl.maximum(top, tl.max(lse, 0))
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
                 fade = tl.math.exp2(top - base)
-                weight = tl.math.exp2(lse - base)
-                acc = acc * fade[:, None] + out * weight[:, None]
-                total = total * fade + weight
+                weight = tl.math.exp2(lse - base[None, :])
+                acc = acc * fade[:, None] + tl.sum(out * weight[:, :, None], 0)
+                total = total * fade + tl.sum(weight, 0)
                 top = new_top
             if HAS_SINKS:
                 sink = tl.load(SINKS + head, mask=live, other=0.0).to(tl.float32)
