@@ -131,11 +131,19 @@ def paged_attention(
         sinks,
         segments,
         HEADS_PAD=heads_pad,
-        PARTIALS=max(1, min(16, MERGED_AT_ONCE // (heads_pad * triton.next_power_of_2(value_dim)))),
+        PARTIALS=_partials(plan, programs, kv_heads * splits, heads_pad * value_pad),
         num_warps=4,
         **common,
     )
     return out
+
+
+def _partials(plan: Plan, programs: int, slots: int, elements: int) -> int:
+    """How many partial results the merge reads at once: about as many as a segment has, if registers hold them."""
+    windows = triton.cdiv(plan.num_rows, plan.rows_per_window)
+    expected = triton.cdiv(programs, windows * slots) + 1
+    most = max(1, MERGED_AT_ONCE // elements)
+    return min(triton.next_power_of_2(expected + 1) // 2, most)
 
 
 def _schedule(plan: Plan, programs: int, slots: int) -> tuple[Tensor, Tensor]:

@@ -85,18 +85,18 @@ def schedule_kernel(
     else:
         program = (tl.program_id(0) - rows) * CHUNK + tl.arange(0, CHUNK)
         unit = program * piece
-        works = (program < programs) & (unit < units)
-        window = tl.load(TILE_WINDOW + unit // SLOTS, mask=works, other=0)
-        first_tile = tl.load(TILE_STARTS + window, mask=works, other=0)
+        exists, works = program < programs, (program < programs) & (unit < units)
+        windows = tl.load(TILE_WINDOW + unit // SLOTS, mask=works, other=0)
+        first_tiles = tl.load(TILE_STARTS + windows, mask=works, other=0)
         schedule = SCHEDULE + program * 8
-        tl.store(schedule, unit, mask=program < programs)
-        tl.store(schedule + 1, tl.where(works, tl.minimum(unit + piece, units), unit), mask=program < programs)
-        tl.store(schedule + 2, window, mask=works)
-        tl.store(schedule + 3, first_tile, mask=works)
-        tl.store(schedule + 4, tl.load(TILE_STARTS + window + 1, mask=works, other=0) - first_tile, mask=works)
-        tl.store(schedule + 5, tl.load(WINDOW_ROW + window, mask=works, other=0), mask=works)
-        tl.store(schedule + 6, tl.load(WINDOW_ROWS + window, mask=works, other=0), mask=works)
-        tl.store(schedule + 7, tl.load(TRUNK_TILES + window, mask=works, other=0), mask=works)
+        tl.store(schedule, unit, mask=exists)
+        tl.store(schedule + 1, tl.where(works, tl.minimum(unit + piece, units), unit), mask=exists)
+        tl.store(schedule + 2, windows, mask=exists)
+        tl.store(schedule + 3, first_tiles, mask=exists)
+        tl.store(schedule + 4, tl.load(TILE_STARTS + windows + 1, mask=works, other=0) - first_tiles, mask=exists)
+        tl.store(schedule + 5, tl.load(WINDOW_ROW + windows, mask=works, other=0), mask=exists)
+        tl.store(schedule + 6, tl.load(WINDOW_ROWS + windows, mask=works, other=0), mask=exists)
+        tl.store(schedule + 7, tl.load(TRUNK_TILES + windows, mask=works, other=0), mask=exists)
 
 
 @triton.jit
