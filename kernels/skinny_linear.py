@@ -7,6 +7,7 @@ comes last to a tile adds its partial results up, always in the same order. The 
 of a tensor core's product is the wide one.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,13 +35,14 @@ DEFAULT = Variant(64, 128, 4, 4, 2)
 class Workspace:
     """What programs leave for each other. One serves all products of a stream; the counters return to zero."""
 
-    def __init__(self, device: torch.device, *, max_programs: int = 1024, max_tiles: int = 65536) -> None:
-        self.partial = torch.empty(max_programs * 2 * 128 * MAX_ROWS, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, variants: Sequence[Variant] = (DEFAULT,), max_tiles: int = 65536) -> None:
+        size = max(_num_programs(device, variant) * 2 * variant.outputs * MAX_ROWS for variant in variants)
+        self.partial = torch.empty(size, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_tiles, dtype=torch.int32, device=device)
 
 
 def skinny_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, variant: Variant = DEFAULT
+    x: Tensor, weight: Tensor, bias: Tensor | None, partial: Tensor, counters: Tensor, variant: Variant = DEFAULT
 ) -> Tensor:
     """``x @ weight.T + bias``, accumulated in float32.
 
@@ -48,7 +50,7 @@ def skinny_linear(
         x: [rows, inputs], up to ``MAX_ROWS`` rows, the inputs of one contiguous.
         weight: [outputs, inputs], contiguous.
         bias: [outputs] or None.
-        workspace: used by one launch at a time.
+        partial, counters: of a ``Workspace``, used by one launch at a time.
         variant: any gives the same result but for rounding.
 
     Returns:
@@ -56,21 +58,23 @@ def skinny_linear(
     """
     rows, inputs = x.shape
     outputs = weight.shape[0]
-    assert 0 < rows <= MAX_ROWS, f"{rows} rows"
+    if not rows:
+        return x.new_empty(0, outputs)
+    assert rows <= MAX_ROWS, f"{rows} rows"
     assert x.stride(1) == 1, "a row must be contiguous"
     assert weight.is_contiguous(), "the weight must be contiguous"
     tiles = triton.cdiv(outputs, variant.outputs)
     steps = triton.cdiv(inputs, variant.inputs)
     programs = min(_num_programs(x.device, variant), tiles * steps)
-    assert tiles <= len(workspace.counters), f"{outputs} outputs are too many"
+    assert tiles <= len(counters), f"{outputs} outputs are too many"
     out = x.new_empty(rows, outputs)
     skinny_linear_kernel[(programs,)](
         x,
         weight,
         bias,
         out,
-        workspace.partial,
-        workspace.counters,
+        partial,
+        counters,
         rows,
         outputs,
         inputs,

@@ -30,6 +30,7 @@ def skinny_linear_kernel(
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """One program's piece; see `skinny_linear`."""
     program = tl.program_id(0)
     steps = tl.cdiv(inputs, INPUTS)
     units = tl.cdiv(outputs, OUTPUTS) * steps

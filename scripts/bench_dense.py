@@ -34,7 +34,7 @@ from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
 
-VARIANTS = ("eager", "fused", "compiled", "fused+compiled")
+VARIANTS = ("eager", "fused", "compiled", "fused+compiled", "skinny+compiled")
 TINY = dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2,
@@ -84,8 +84,8 @@ def without_attention() -> Iterator[None]:
 def make_adapter(model: PreTrainedModel, variant: str) -> ModelAdapter:
     adapter = ModelAdapter(model, "triton" if model.device.type == "cuda" else "torch")
     shapes = adapter.probe(2)
-    if "fused" in variant:
-        adapter.fuse_linears()
+    if "fused" in variant or "skinny" in variant:
+        adapter.fuse_linears(skinny="skinny" in variant)
     if "compiled" in variant:
         adapter.compile_layers(shapes)
     return adapter
@@ -140,9 +140,9 @@ class Timer:
         return counts
 
 
-def products(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
-    """The matrix products of one step and nothing else, members of a group as one."""
-    grouped = {member: group for group in adapter._fused.groups for member in group.members}
+def products_alone(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
+    """The matrix products of one step and nothing else by torch's own library, members of a group as one."""
+    grouped = {member for group in adapter._fused.groups for member in group.members}
     weights = [group.weight for group in adapter._fused.groups]
     weights += [m.weight for m in adapter.model.modules() if isinstance(m, nn.Linear) and m not in grouped]
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
@@ -182,7 +182,7 @@ def run_variant(
         row["dense"] = timer.milliseconds(repeats)
         row["kernels"] = timer.kernels()
     if "fused" in variant:
-        row["products"] = Timer(products(adapter, len(inputs.token_ids))).milliseconds(repeats)
+        row["products"] = Timer(products_alone(adapter, len(inputs.token_ids))).milliseconds(repeats)
     assert counters["stats"]["unique_graphs"] == row["graphs"], "layers were compiled anew"
     return row
 
@@ -193,7 +193,7 @@ def show(rows: int, variant: str, row: dict[str, Any]) -> None:
 
     kernels = sum(row["kernels"].values())
     print(
-        f"{rows:4} {variant:14} | {ms('dense'):24} | {ms('step'):24} | {ms('products'):24} | {kernels:5} | "
+        f"{rows:4} {variant:15} | {ms('dense'):24} | {ms('step'):24} | {ms('products'):24} | {kernels:5} | "
         f"{row['compile_s']:6.1f} s ({row['graphs']} graphs, {row['cache_hits']} cached) | "
         f"{row['difference']:.1e}, max {row['max_difference']:.1e}",
         flush=True,
@@ -244,7 +244,7 @@ def main() -> int:
         model = make_model(shape, options.device, getattr(torch, options.dtype))
         weights = sum(p.nbytes for p in model.parameters())
         print(f"{shape}: {weights / 1e9:.2f} GB of weights")
-        print("rows variant        | dense ms                 | step ms                  | products ms              |"
+        print("rows variant         | dense ms                 | step ms                  | products ms              |"
               " kernels | compile | logits against eager")  # fmt: skip
         for rows in options.rows or [16]:
             for variant, row in run_rows(model, rows, options):

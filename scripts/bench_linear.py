@@ -76,14 +76,18 @@ def run_product(outputs: int, inputs: int, rows: int, repeats: int, workspace: W
     for variant in VARIANTS:
         name = "/".join(map(str, variant))
         try:
-            got = skinny_linear(x, weights[0], None, workspace, variant).double()
+            got = skinny_linear(x, weights[0], None, workspace.partial, workspace.counters, variant).double()
         except Exception as error:  # a variant may want more shared memory than there is
             print(f"    {name}: {str(error).splitlines()[0]:.100}")
             continue
         difference = float((got - want).norm() / want.norm())
         assert difference < 0.01, f"{name} is off by {difference:.1e}"
         found[name] = microseconds(
-            lambda weight, variant=variant: skinny_linear(x, weight, None, workspace, variant), weights, repeats
+            lambda weight, variant=variant: skinny_linear(
+                x, weight, None, workspace.partial, workspace.counters, variant
+            ),
+            weights,
+            repeats,
         )
     return found
 
@@ -96,7 +100,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     about = print_header("Matrix products of few rows, bfloat16, µs")
-    workspace = Workspace(torch.device("cuda"))
+    workspace = Workspace(torch.device("cuda"), VARIANTS)
     cases = []
     for shape in options.shape or ["llama-8b"]:
         for rows in options.rows or [16]:
