@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -209,7 +210,12 @@ def run_rows(model: PreTrainedModel, rows: int, options: argparse.Namespace) -> 
             tensor.normal_()
     reference = eager.decode(cache, inputs).float().clone()
     for variant in options.case or VARIANTS:
-        row = run_variant(model, variant, cache, inputs, reference, options.repeats)
+        try:
+            row = run_variant(model, variant, cache, inputs, reference, options.repeats)
+        except Exception as error:  # the other variants are worth their figures all the same
+            traceback.print_exc()
+            yield variant, {"failed": f"{type(error).__name__}: {error}"}
+            continue
         show(rows, variant, row)
         if options.list_kernels:
             for name, count in sorted(row["kernels"].items(), key=lambda item: -item[1]):
@@ -256,7 +262,7 @@ def main() -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     print(json.dumps({**about, "dtype": options.dtype, "prompt": options.prompt, "cases": found}))
-    return 0
+    return 1 if any("failed" in row for row in found) else 0
 
 
 if __name__ == "__main__":
