@@ -351,7 +351,7 @@ def _compile_layers(adapter: ModelAdapter, shapes: list[LayerShape], block_size:
     name = type(adapter.model).__name__
     started = time.perf_counter()
     adapter.compile_layers(shapes)
-    for num_branches in (3, 1):
+    for num_branches in (16, 1):  # the first is what torch takes for a usual number when it chooses tiles
         if adapter.is_compiled:
             logger.info("compiling the layers of %s for %s", name, "several rows" if num_branches > 1 else "one row")
             try:

@@ -44,8 +44,10 @@ class LinearGroup:
 
     @property
     def is_current(self) -> bool:
-        """The members' parameters are still views of ``weight`` and ``bias``, which their owner may have changed."""
-        return all(_address(parameters.get(name)) == address for parameters, name, address in self._places)
+        """The members' parameters are views of ``weight`` and ``bias`` yet: their owner may have put others there."""
+        return all(_address(parameters.get(name)) == address for parameters, name, address in self._places) and not any(
+            "forward" in member.__dict__ for member in self.members
+        )
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Member ``index``'s output for ``x``. The first to ask computes it for all; the last one ends it."""
@@ -228,18 +230,14 @@ def _overlapping_parameters(model: nn.Module) -> set[int]:
     """ids of the parameters whose memory another module or another tensor has too: to move them would untie them."""
     found: set[int] = set()
     end, last = 0, None  # of the memory seen so far, and whose end it is
-    for tensor in sorted(plain_tensors(model), key=lambda tensor: tensor.data_ptr()):
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    plain = [tensor for _, tensor in named if type(tensor) in (nn.Parameter, Tensor)]
+    for tensor in sorted(plain, key=lambda tensor: tensor.data_ptr()):
         if last is not None and tensor.nbytes and (tensor is last or tensor.data_ptr() < end):
             found |= {id(last), id(tensor)}
         if last is None or tensor.data_ptr() + tensor.nbytes > end:
             end, last = tensor.data_ptr() + tensor.nbytes, tensor
     return found
-
-
-def plain_tensors(model: nn.Module) -> list[Tensor]:
-    """Every module's parameters and buffers, shared ones once a module, without tensors of special kinds."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [tensor for _, tensor in named if type(tensor) in (nn.Parameter, Tensor)]
 
 
 def _one_tensor(parameters: Sequence[Tensor]) -> Tensor:

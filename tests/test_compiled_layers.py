@@ -189,6 +189,39 @@ def test_weights_that_change_are_seen_by_compiled_layers() -> None:
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
 
 
+def add_hook(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _module, _inputs, output: -2 * output)
+
+
+def give_a_linear_a_forward(model: Any) -> None:
+    linear = model.model.layers[0].mlp.up_proj
+    forward = linear.forward
+    linear.forward = lambda x: -2 * forward(x)
+
+
+def give_a_layer_a_forward(model: Any) -> None:
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: -2 * forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [add_hook, give_a_linear_a_forward, give_a_layer_a_forward])
+def test_what_the_owner_adds_later_runs(change: Callable[[Any], None]) -> None:
+    """torch skips the guards on hooks by default: compiled code would go on without them."""
+    model: Any = make_model("llama", FAMILIES["llama"])
+    params = BeamSearchParams(num_beams=4, max_new_tokens=6, eos_token_id=[])
+    with using("eager"):
+        decoder = Decoder(model, num_blocks=64, compile=True)
+    before, version = decoder.generate([3, 1, 4], params), decoder._adapter.version
+    change(model)
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    got, want = decoder.generate([3, 1, 4], params), Decoder(model, num_blocks=64).generate([3, 1, 4], params)
+    assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
+    assert [c.token_ids for c in got.completions] != [c.token_ids for c in before.completions]
+    assert [dict(module.__dict__) for module in model.modules()] == attributes, "what the owner added is gone"
+    assert decoder._adapter.version > version, "captured steps would go on without"
+
+
 def test_layers_are_found_by_where_attention_lies() -> None:
     model: Any = tiny_model("llama")
     attention = [layer.self_attn for layer in model.model.layers]
