@@ -7,7 +7,6 @@ comes last to a tile adds its partial results up, always in the same order. The 
 of a tensor core's product is the wide one.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,29 +19,37 @@ MAX_ROWS = 64
 
 
 class Variant(NamedTuple):
-    """A compiled form: outputs and inputs of a tile, warps, stages of the pipeline, programs per multiprocessor."""
+    """A compiled form: outputs and inputs of a tile, warps, stages of the pipeline, programs per multiprocessor.
+
+    ``early``: programs start while the kernel before still runs, fetch their first weights into L2 and wait for its end
+    only then (programmatic dependent launch).
+    """
 
     outputs: int
     inputs: int
     warps: int
     stages: int
     programs_per_sm: int
+    early: bool = False
 
 
-DEFAULT = Variant(64, 128, 4, 4, 2)
+def choose_variant(rows: int, outputs: int, inputs: int) -> Variant:  # noqa: ARG001  # all to be timed
+    """The form for a product of this size."""
+    return Variant(64, 128, 4, 4, 2)
 
 
 class Workspace:
     """What programs leave for each other. One serves all products of a stream; the counters return to zero."""
 
-    def __init__(self, device: torch.device, variants: Sequence[Variant] = (DEFAULT,), max_tiles: int = 65536) -> None:
-        size = max(_num_programs(device, variant) * 2 * variant.outputs * MAX_ROWS for variant in variants)
+    def __init__(self, device: torch.device) -> None:
+        widest = Variant(128, 128, 4, 4, 3)
+        size = _num_programs(device, widest) * 2 * widest.outputs * MAX_ROWS
         self.partial = torch.empty(size, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_tiles, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(65536, dtype=torch.int32, device=device)
 
 
 def skinny_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, partial: Tensor, counters: Tensor, variant: Variant = DEFAULT
+    x: Tensor, weight: Tensor, bias: Tensor | None, partial: Tensor, counters: Tensor, variant: Variant | None = None
 ) -> Tensor:
     """``x @ weight.T + bias``, accumulated in float32.
 
@@ -51,7 +58,7 @@ def skinny_linear(
         weight: [outputs, inputs], contiguous.
         bias: [outputs] or None.
         partial, counters: of a ``Workspace``, used by one launch at a time.
-        variant: any gives the same result but for rounding.
+        variant: any gives the same result but for rounding; None means `choose_variant`'s.
 
     Returns:
         [rows, outputs]
@@ -63,10 +70,13 @@ def skinny_linear(
     assert rows <= MAX_ROWS, f"{rows} rows"
     assert x.stride(1) == 1, "a row must be contiguous"
     assert weight.is_contiguous(), "the weight must be contiguous"
+    variant = choose_variant(rows, outputs, inputs) if variant is None else variant
     tiles = triton.cdiv(outputs, variant.outputs)
     steps = triton.cdiv(inputs, variant.inputs)
     programs = min(_num_programs(x.device, variant), tiles * steps)
     assert tiles <= len(counters), f"{outputs} outputs are too many"
+    padded_rows = max(16, triton.next_power_of_2(rows))
+    assert programs * 2 * variant.outputs * padded_rows <= len(partial), f"the workspace is too small for {variant}"
     out = x.new_empty(rows, outputs)
     skinny_linear_kernel[(programs,)](
         x,
@@ -81,12 +91,14 @@ def skinny_linear(
         x.stride(0),
         triton.cdiv(tiles * steps, programs),
         HAS_BIAS=bias is not None,
-        ROWS=max(16, triton.next_power_of_2(rows)),
+        ROWS=padded_rows,
         OUTPUTS=variant.outputs,
         INPUTS=variant.inputs,
         EVEN=outputs % variant.outputs == 0 and inputs % variant.inputs == 0,
         STAGES=variant.stages,
         UPCAST=INTERPRETED,
+        EARLY=variant.early,
+        **({"launch_pdl": True} if variant.early else {}),
         num_warps=variant.warps,
     )
     return out

@@ -7,6 +7,7 @@ results are in slot 2p, of a tile that began before, and 2p + 1, of one that beg
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def skinny_linear_kernel(
     EVEN: tl.constexpr,
     STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program's piece; see `skinny_linear`."""
     program = tl.program_id(0)
@@ -37,6 +39,11 @@ def skinny_linear_kernel(
     begin = program * per
     end = tl.minimum(begin + per, units)
     m = tl.arange(0, ROWS)
+    if EARLY:
+        for unit in range(begin, tl.minimum(begin + STAGES, end)):
+            _prefetch(weight, unit, steps, outputs, inputs, OUTPUTS, INPUTS)
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     acc = tl.zeros([OUTPUTS, ROWS], dtype=tl.float32)
     for unit in tl.range(begin, end, num_stages=STAGES):
         tile = unit // steps
@@ -70,6 +77,25 @@ def skinny_linear_kernel(
         _add_up(bias, out, partial, counters, first_tile, steps, per, rows, outputs, HAS_BIAS, ROWS, OUTPUTS)
         if last_tile != first_tile:
             _add_up(bias, out, partial, counters, last_tile, steps, per, rows, outputs, HAS_BIAS, ROWS, OUTPUTS)
+
+
+@triton.jit
+def _prefetch(weight, unit, steps, outputs, inputs, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
+    """Ask for the unit's part of the weight, in lines of 128 bytes, without waiting for it."""
+    LINE: tl.constexpr = 128 * 8 // weight.dtype.element_ty.primitive_bitwidth
+    tile = unit // steps
+    n = tl.minimum(tile * OUTPUTS + tl.arange(0, OUTPUTS), outputs - 1)
+    k = tl.minimum((unit - tile * steps) * INPUTS + tl.arange(0, INPUTS // LINE) * LINE, inputs - 1)
+    at = weight + n.to(tl.int64)[:, None] * inputs + k[None, :]
+    # An output that nobody uses: the language knows no instruction without one.
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

@@ -34,6 +34,8 @@ from cowbeam.decoder.attend import AttentionCall
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.kernels import skinny_linear
+from cowbeam.kernels.skinny_linear import Variant
 
 VARIANTS = ("eager", "fused", "compiled", "fused+compiled", "skinny+compiled")
 TINY = dict(
@@ -209,7 +211,7 @@ def run_rows(model: PreTrainedModel, rows: int, options: argparse.Namespace) -> 
         for tensor in layer.tensors:
             tensor.normal_()
     reference = eager.decode(cache, inputs).float().clone()
-    for variant in options.case or VARIANTS:
+    for variant in options.case or (VARIANTS if options.device == "cuda" else VARIANTS[:4]):
         try:
             row = run_variant(model, variant, cache, inputs, reference, options.repeats)
         except Exception as error:  # the other variants are worth their figures all the same
@@ -240,10 +242,15 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--skinny", metavar="OUTPUTS/INPUTS/WARPS/STAGES/PROGRAMS[/early]", help="a variant for all")
     parser.add_argument("--list-kernels", action="store_true")
     parser.add_argument("--inductor", action="append", default=[], metavar="NAME=JSON", help="an option of inductor's")
     options = parser.parse_args()
     set_inductor_options(options.inductor)
+    if options.skinny:
+        numbers = [int(part) for part in options.skinny.split("/")[:5]]
+        variant = Variant(*numbers, early=options.skinny.endswith("/early"))
+        skinny_linear.choose_variant = lambda *_: variant
     about = print_header(f"Dense part of a decode step, {options.dtype}, prompt of {options.prompt} tokens")
     found: list[dict[str, Any]] = []
     for shape in options.shape or ["llama-8b", "llama-1b", "smollm2-135m"]:

@@ -25,10 +25,14 @@ VARIANTS = [
     Variant(64, 128, 4, 4, 2),
     Variant(64, 128, 4, 3, 3),
     Variant(64, 64, 4, 6, 3),
+    Variant(64, 64, 4, 4, 3),
     Variant(64, 256, 4, 3, 2),
     Variant(128, 64, 4, 5, 2),
     Variant(128, 128, 8, 4, 1),
     Variant(128, 128, 8, 3, 2),
+    Variant(64, 128, 4, 4, 2, early=True),
+    Variant(64, 64, 4, 6, 3, early=True),
+    Variant(128, 64, 4, 5, 2, early=True),
 ]
 WEIGHT_BYTES = 600e6  # read by one replay
 
@@ -74,7 +78,7 @@ def run_product(outputs: int, inputs: int, rows: int, repeats: int, workspace: W
     want = x.double() @ weights[0].double().T
     found = {"torch": microseconds(lambda weight: torch.nn.functional.linear(x, weight), weights, repeats)}
     for variant in VARIANTS:
-        name = "/".join(map(str, variant))
+        name = "/".join(map(str, variant[:5])) + ("/early" if variant.early else "")
         try:
             got = skinny_linear(x, weights[0], None, workspace.partial, workspace.counters, variant).double()
         except Exception as error:  # a variant may want more shared memory than there is
@@ -100,7 +104,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     about = print_header("Matrix products of few rows, bfloat16, µs")
-    workspace = Workspace(torch.device("cuda"), VARIANTS)
+    workspace = Workspace(torch.device("cuda"))
     cases = []
     for shape in options.shape or ["llama-8b"]:
         for rows in options.rows or [16]:

@@ -28,7 +28,7 @@ else:
     SMALL = Variant(16, 16, 4, 2, 1)
 
     def new_workspace():
-        return Workspace(torch.device("cpu"), [SMALL])
+        return Workspace(torch.device("cpu"))
 
     def check(rows, outputs, inputs, *, dtype=torch.float32, bias=False, workspace=None, x=None):
         torch.manual_seed(rows + outputs + inputs)
