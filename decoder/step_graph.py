@@ -117,16 +117,16 @@ class StepGraphs:
         self.step: CapturedStep | None = None  # the last one, where it was captured
         self._rows = 0
         self._captured: dict[_Bucket, CapturedStep] = {}
-        self._weights_version = adapter.weights_version
+        self._version = adapter.version
         self.pool: Any = None  # of graph memory, shared: only one graph runs at a time
         self.is_capturing = adapter.path == "triton" and adapter.device.type == "cuda"
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """One token a row; logits ``[rows, vocabulary]``, valid until the next call."""
-        if self._weights_version != self._adapter.weights_version:
+        if self._version != self._adapter.version:
             self._captured.clear()  # they read memory that may be another's by now
-            self._weights_version = self._adapter.weights_version
+            self._version = self._adapter.version
         bucket = _Bucket.of(inputs) if self.is_capturing else None
         step = self._captured.get(bucket) if bucket else None
         if step is not None:
