@@ -142,19 +142,9 @@ class ModelAdapter:
                 self._parts = parts
                 self.version += 1
 
-    def fuse_linears(self, *, skinny: bool = False) -> None:
-        """Compute Linears that read the same input as one product, from now on.
-
-        ``skinny``: all Linears, and those of few rows by a Triton kernel.
-        """
-        workspace = None
-        if skinny:
-            from cowbeam.kernels.skinny_linear import Workspace  # here: triton may be missing
-
-            made = Workspace(self.device)
-            workspace = (made.partial, made.counters)
-        groups = find_groups(self.model, lambda: self._probe(2), singles_too=skinny)
-        self._fused = FusedLinears(groups, workspace)
+    def fuse_linears(self) -> None:
+        """Compute Linears that read the same input as one product, from now on."""
+        self._fused = FusedLinears(find_groups(self.model, lambda: self._probe(2)))
         try:
             self._probe(2)
         except RuntimeError as error:  # a model may view an output as only a tensor of its own can be viewed

@@ -7,17 +7,17 @@
 "dense" is a step whose attention is a copy of a tensor; "step" is the same with blocks, plan and attention over
 ``--prompt`` shared tokens. On CUDA both are replays of a captured graph, without the choice of tokens. "products" is
 the matrix products alone, fused, by the same library. "compile" is what the first step of a variant takes beyond the
-second; a second run of this script finds torch's cache on disk. Logits are compared with those of the eager step
-before anything is timed. The last line is JSON.
+second; a second run of this script finds torch's cache on disk. Logits are compared with those of a float32 step before
+anything is timed: none may be half as far again from it as the eager one. The last line is JSON.
 """
 
 import argparse
 import contextlib
+import copy
 import json
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -34,16 +34,13 @@ from cowbeam.decoder.attend import AttentionCall
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
-from cowbeam.kernels import skinny_linear
-from cowbeam.kernels.skinny_linear import Variant
 
-VARIANTS = ("eager", "fused", "compiled", "fused+compiled", "skinny+compiled")
+VARIANTS = ("eager", "fused", "compiled", "fused+compiled")
 TINY = dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
 BLOCK_SIZE = 16
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}  # ‖difference‖ / ‖logits‖
 
 
 def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -87,8 +84,8 @@ def without_attention() -> Iterator[None]:
 def make_adapter(model: PreTrainedModel, variant: str) -> ModelAdapter:
     adapter = ModelAdapter(model, "triton" if model.device.type == "cuda" else "torch")
     shapes = adapter.probe(2)
-    if "fused" in variant or "skinny" in variant:
-        adapter.fuse_linears(skinny="skinny" in variant)
+    if "fused" in variant:
+        adapter.fuse_linears()
     if "compiled" in variant:
         adapter.compile_layers(shapes)
     return adapter
@@ -143,9 +140,9 @@ class Timer:
         return counts
 
 
-def products_alone(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
-    """The matrix products of one step and nothing else by torch's own library, members of a group as one."""
-    grouped = {member for group in adapter._fused.groups for member in group.members}
+def products(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
+    """The matrix products of one step and nothing else, members of a group as one."""
+    grouped = {member: group for group in adapter._fused.groups for member in group.members}
     weights = [group.weight for group in adapter._fused.groups]
     weights += [m.weight for m in adapter.model.modules() if isinstance(m, nn.Linear) and m not in grouped]
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
@@ -158,8 +155,28 @@ def products_alone(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
     return run
 
 
+def difference(logits: Tensor, reference: Tensor) -> float:
+    return float((logits.float() - reference).norm() / reference.norm())
+
+
+def exact_logits(model: PreTrainedModel, cache: KVCache, inputs: DecodeInputs, blocks: int) -> Tensor:
+    """The step in float32: 16-bit steps round in their own ways, but none may be further off than the eager one."""
+    adapter = make_adapter(copy.deepcopy(model).float(), "eager")
+    exact = KVCache(adapter.probe(2), blocks, BLOCK_SIZE)
+    for layer, rounded in zip(exact.layers, cache.layers, strict=True):
+        for tensor, values in zip(layer.tensors, rounded.tensors, strict=True):
+            tensor.copy_(values)
+    return adapter.decode(exact, inputs).clone()
+
+
 def run_variant(
-    model: PreTrainedModel, variant: str, cache: KVCache, inputs: DecodeInputs, reference: Tensor, repeats: int
+    model: PreTrainedModel,
+    variant: str,
+    cache: KVCache,
+    inputs: DecodeInputs,
+    reference: Tensor,
+    allowed: float,
+    repeats: int,
 ) -> dict[str, Any]:
     counters.clear()
     adapter = make_adapter(model, variant)
@@ -171,21 +188,21 @@ def run_variant(
         firsts.append(time.perf_counter() - started)
     row: dict[str, Any] = {
         "compile_s": firsts[0] - firsts[1],
-        "difference": float((logits - reference).norm() / reference.norm()),
+        "difference": difference(logits, reference),
         "max_difference": float((logits - reference).abs().max() / reference.abs().max()),
         "graphs": counters["stats"]["unique_graphs"],
         "cache_hits": counters["inductor"]["fxgraph_cache_hit"],
         "is_compiled": adapter.is_compiled,
     }
     assert adapter.is_compiled == ("compiled" in variant), f"{variant}: the layers did not compile"
-    assert row["difference"] <= TOLERANCE[model.dtype], f"{variant}: the logits differ by {row['difference']:.1e}"
+    assert row["difference"] <= allowed, f"{variant}: the logits are off by {row['difference']:.1e}, not {allowed:.1e}"
     row["step"] = Timer(lambda: adapter.decode(cache, inputs)).milliseconds(repeats)
     with without_attention():
         timer = Timer(lambda: adapter.decode(cache, inputs))
         row["dense"] = timer.milliseconds(repeats)
         row["kernels"] = timer.kernels()
     if "fused" in variant:
-        row["products"] = Timer(products_alone(adapter, len(inputs.token_ids))).milliseconds(repeats)
+        row["products"] = Timer(products(adapter, len(inputs.token_ids))).milliseconds(repeats)
     assert counters["stats"]["unique_graphs"] == row["graphs"], "layers were compiled anew"
     return row
 
@@ -196,7 +213,7 @@ def show(rows: int, variant: str, row: dict[str, Any]) -> None:
 
     kernels = sum(row["kernels"].values())
     print(
-        f"{rows:4} {variant:15} | {ms('dense'):24} | {ms('step'):24} | {ms('products'):24} | {kernels:5} | "
+        f"{rows:4} {variant:14} | {ms('dense'):24} | {ms('step'):24} | {ms('products'):24} | {kernels:5} | "
         f"{row['compile_s']:6.1f} s ({row['graphs']} graphs, {row['cache_hits']} cached) | "
         f"{row['difference']:.1e}, max {row['max_difference']:.1e}",
         flush=True,
@@ -210,14 +227,10 @@ def run_rows(model: PreTrainedModel, rows: int, options: argparse.Namespace) -> 
     for layer in cache.layers:
         for tensor in layer.tensors:
             tensor.normal_()
-    reference = eager.decode(cache, inputs).float().clone()
-    for variant in options.case or (VARIANTS if options.device == "cuda" else VARIANTS[:4]):
-        try:
-            row = run_variant(model, variant, cache, inputs, reference, options.repeats)
-        except Exception as error:  # the other variants are worth their figures all the same
-            traceback.print_exc()
-            yield variant, {"failed": f"{type(error).__name__}: {error}"}
-            continue
+    reference = exact_logits(model, cache, inputs, blocks)
+    allowed = 1e-5 + 1.5 * difference(eager.decode(cache, inputs), reference)
+    for variant in options.case or VARIANTS:
+        row = run_variant(model, variant, cache, inputs, reference, allowed, options.repeats)
         show(rows, variant, row)
         if options.list_kernels:
             for name, count in sorted(row["kernels"].items(), key=lambda item: -item[1]):
@@ -242,22 +255,17 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--skinny", metavar="OUTPUTS/INPUTS/WARPS/STAGES/PROGRAMS[/early]", help="a variant for all")
     parser.add_argument("--list-kernels", action="store_true")
     parser.add_argument("--inductor", action="append", default=[], metavar="NAME=JSON", help="an option of inductor's")
     options = parser.parse_args()
     set_inductor_options(options.inductor)
-    if options.skinny:
-        numbers = [int(part) for part in options.skinny.split("/")[:5]]
-        variant = Variant(*numbers, early=options.skinny.endswith("/early"))
-        skinny_linear.choose_variant = lambda *_: variant
     about = print_header(f"Dense part of a decode step, {options.dtype}, prompt of {options.prompt} tokens")
     found: list[dict[str, Any]] = []
     for shape in options.shape or ["llama-8b", "llama-1b", "smollm2-135m"]:
         model = make_model(shape, options.device, getattr(torch, options.dtype))
         weights = sum(p.nbytes for p in model.parameters())
         print(f"{shape}: {weights / 1e9:.2f} GB of weights")
-        print("rows variant         | dense ms                 | step ms                  | products ms              |"
+        print("rows variant        | dense ms                 | step ms                  | products ms              |"
               " kernels | compile | logits against eager")  # fmt: skip
         for rows in options.rows or [16]:
             for variant, row in run_rows(model, rows, options):
@@ -269,7 +277,7 @@ def main() -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     print(json.dumps({**about, "dtype": options.dtype, "prompt": options.prompt, "cases": found}))
-    return 1 if any("failed" in row for row in found) else 0
+    return 0
 
 
 if __name__ == "__main__":
