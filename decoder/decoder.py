@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, NamedTuple, Self, overload
 
 import numpy as np
 import torch
@@ -21,6 +21,22 @@ from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
 from cowbeam.decoder.self_check import check_paged_logits
 
 Prompt = str | Sequence[int]
+
+
+class KVLayout(NamedTuple):
+    """Where a token's K/V lie: each layer's pool is ``[blocks, 2, kv_heads, block_size, head_dim]``.
+
+    ``kv_heads``, ``head_dim`` and ``item_bytes`` are None where layers differ or K and V have different widths.
+    ``pool_bytes`` is what torch holds for all layers (one scratch block included); ``per_token`` counts one token's.
+    """
+
+    layers: int
+    kv_heads: int | None
+    head_dim: int | None
+    item_bytes: int | None
+    per_token: int
+    pool_bytes: int
+
 
 DEFAULT_KV_MEMORY = 2 * 2**30  # bytes, on a CPU: memory that is never written is never taken
 
@@ -68,6 +84,7 @@ class Decoder:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
             ) from error
+        self.kv_layout = _kv_layout(shapes, cache.nbytes)
         self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
 
     @classmethod
@@ -280,6 +297,15 @@ class Decoder:
             return ""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return str(text)
+
+
+def _kv_layout(shapes: Sequence[LayerShape], pool_bytes: int) -> KVLayout:
+    widths = {(shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype.itemsize) for shape in shapes}
+    per_token = kv_bytes(shapes).per_token
+    heads, key_dim, value_dim, item_bytes = widths.pop()
+    if widths or key_dim != value_dim:
+        return KVLayout(len(shapes), None, None, None, per_token, pool_bytes)
+    return KVLayout(len(shapes), heads, key_dim, item_bytes, per_token, pool_bytes)
 
 
 def _first_line(error: Exception) -> str:

@@ -70,6 +70,11 @@ class KVCache:
                 by_size.setdefault(tensor[0].nbytes, []).append(tensor)
         self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in by_size.values()]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that torch holds for all layers, the scratch block included."""
+        return sum(tensor.untyped_storage().nbytes() for layer in self.layers for tensor in layer.tensors)
+
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Run the step's copies, before anything of the step is written.
 
