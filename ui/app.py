@@ -66,7 +66,7 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
     stream = {"show_progress": "hidden", "concurrency_limit": 32, "concurrency_id": "runs", "api_visibility": "private"}
     quick = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
 
-    def generate(given: dict[Any, Any], request: gr.Request) -> Iterator[str]:
+    def stream_form(given: dict[Any, Any], request: gr.Request) -> Iterator[str]:
         yield from stream_runs(sessions, request, lambda: searches(form.values(given), given[form.compare]))
 
     def rerun(event: gr.EventData, request: gr.Request) -> Iterator[str]:
@@ -89,7 +89,7 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
             values = {}
         return [values.get(name, gr.skip()) for name in form.controls]
 
-    form.generate.click(generate, {*form.controls.values(), form.compare}, view, trigger_mode="once", **stream)
+    form.generate.click(stream_form, {*form.controls.values(), form.compare}, view, trigger_mode="once", **stream)
     view.rerun(rerun, None, view, **stream)
     form.stop.click(stop, None, None, **quick)
     form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
@@ -120,6 +120,12 @@ def theme() -> gr.themes.Base:
         background_fill_primary_dark="#111925",
         block_background_fill_dark="#111925",
         border_color_primary_dark="#223045",
+        block_title_text_color="#17202e",
+        block_title_text_color_dark="#e8eef8",
+        block_info_text_color="#566274",
+        block_info_text_color_dark="#95a5ba",
+        body_text_color_subdued="#566274",
+        body_text_color_subdued_dark="#95a5ba",
         input_background_fill_dark="#0d141f",
         button_primary_background_fill="#0072b2",
         button_primary_background_fill_hover="#005e93",

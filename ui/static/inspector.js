@@ -12,7 +12,7 @@ class Inspector {
 
   /* Keeps a pinned token in view as far as it exists at this step; else the newest token of the best branch. */
   settle() {
-    const { store, state } = this.pane, [best] = store.byRank(state);
+    const { store, state } = this.pane, best = store.best(state);
     if (best === undefined) { this.place = null; return; }
     if (!this.isPinned || this.place === null || state.live[this.place] === null) { this.place = best; if (!this.isPinned) this.position = Infinity; }
     this.shown = Math.max(0, Math.min(state.len[this.place] - 1, this.position ?? Infinity));
@@ -58,7 +58,8 @@ class Inspector {
     if (!kv_heads) { put('abytes', 'differs by layer'); put('abytessub', ' '); return; }
     const row = head_dim * item_bytes, head = start.block_size * row, key = block * 2 * kv_heads * head + offset * row;
     put('abytes', `K ${key.toLocaleString('en')}`);
-    put('abytessub', `V +${(kv_heads * head).toLocaleString('en')} · ${plural(kv_heads, 'head')} ${head.toLocaleString('en')} apart · ${row} B each · ${layers} layers`);
+    put('abyteskey', `bytes, in each of ${plural(layers, 'layer')}`);
+    put('abytessub', `V +${(kv_heads * head).toLocaleString('en')} · each of ${plural(kv_heads, 'head')} +${head.toLocaleString('en')}`);
   }
 
   showBlock(block, logical, offset) {

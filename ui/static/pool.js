@@ -9,11 +9,11 @@ class PoolPanel {
   layout(count) {
     const { width, height } = this.surface;
     if (this.grid?.count === count && this.grid.width === width && this.grid.height === height) return;
-    let best = { size: 0 };
+    let best = { worth: 0 };
     for (let columns = 1; columns <= count; columns++) {
       const rows = Math.ceil(count / columns), size = Math.min(46, width / columns, height / rows);
-      const even = columns % 4 === 0 ? 1.03 : 1;  // a multiple of four is easier to count in
-      if (size * even > best.size * (best.columns % 4 === 0 ? 1.03 : 1)) best = { size, columns, rows };
+      const worth = size * (count % columns === 0 ? 1.3 : 1) * (columns % 4 === 0 ? 1.03 : 1);  // whole rows, easy to count
+      if (worth > best.worth) best = { worth, size, columns, rows };
     }
     const { size, columns, rows } = best;
     this.grid = { count, width, height, size, columns, gap: size > 12 ? 2 : size > 5 ? 1 : .5, left: (width - columns * size) / 2, top: (height - rows * size) / 2 };
@@ -30,7 +30,9 @@ class PoolPanel {
   }
 
   draw() {
-    const { state, store, palette } = this.pane, context = this.surface.begin();
+    const { state, store, palette } = this.pane;
+    this.surface.setHeight(this.pane.blocksHeight);
+    const context = this.surface.begin();
     this.layout(store.start.num_blocks);
     const { size, gap } = this.grid, inner = size - gap, radius = size > 9 ? size * .16 : 0;
     this.drawEmpty(context);

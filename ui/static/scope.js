@@ -67,7 +67,7 @@ class Scope {
     const { root } = this, [pane] = this.shown;
     this.output('seek').value = t; this.showPosition(); this.markTime();
     if (!pane?.state) return;
-    const breaches = this.shown.map(p => p.store.check(p.state)).filter(Boolean);
+    const breaches = this.shown.map(p => p.state && p.store.check(p.state)).filter(Boolean);
     Object.assign(root.dataset, { step: t, used: pane.store.stats[pane.state.t - 1].used, invariant: breaches[0] ?? 'ok' });
     if (breaches.length && !this.breach) { this.breach = breaches[0]; this.showBadges(); }
     if (this.root.querySelector('.kv-table').open) this.output('table').replaceChildren(stepTable(this.shown));
@@ -183,9 +183,11 @@ class Scope {
   /* Bytes that torch holds, beside those counted in tokens. */
   showMeasured() {
     for (const pane of this.shown) {
-      const { start } = pane.store, counted = (start.num_blocks + 1) * pane.store.bytesPerBlock, held = start.layout.pool_bytes;
-      const theirs = pane.measuredCopies ? ` · transformers’ cache measured ${formatBytes(pane.measuredCopies)}` : '';
-      setText(pane.output('measured'), `torch holds ${formatBytes(held)}, counted ${formatBytes(counted)}${theirs}`);
+      const { start } = pane.store;
+      if (!start) continue;
+      const counted = (start.num_blocks + 1) * pane.store.bytesPerBlock, held = start.layout.pool_bytes;
+      const theirs = pane.measuredCopies ? ` · transformers held ${formatBytes(pane.measuredCopies)}` : '';
+      setText(pane.output('measured'), `torch holds ${formatBytes(held)}${held === counted ? ' = counted' : `, counted ${formatBytes(counted)}`}${theirs}`);
     }
   }
 

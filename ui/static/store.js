@@ -120,8 +120,13 @@ class TraceStore {
     return level.size ? [...level][0] : -1;
   }
 
-  /* Places, best first. */
+  /* Places in the decoder's order: beams best first, samples by index. */
   byRank(state) { return occupied(state).sort((a, b) => state.rank[a] - state.rank[b]); }
+
+  /* Places, likeliest first: for beams the same. All live branches are equally long. */
+  bestFirst(state) { return occupied(state).sort((a, b) => state.scores[b] - state.scores[a] || state.rank[a] - state.rank[b]); }
+
+  best(state) { return this.bestFirst(state)[0]; }
 
   /* Tokens in each live block that is not full, by block. */
   fills(state) {

@@ -9,7 +9,7 @@ class TablesPanel {
 
   order() {
     const { store, state, rowOrder } = this.pane;
-    return rowOrder === 'tree' ? store.treeOrder(state) : rowOrder === 'rank' ? store.byRank(state) : occupied(state);
+    return rowOrder === 'tree' ? store.treeOrder(state) : rowOrder === 'rank' ? store.bestFirst(state) : occupied(state);
   }
 
   /* Leading columns that every row shares fold into one where the width does not show all columns. */
@@ -24,7 +24,7 @@ class TablesPanel {
   draw() {
     const { pane } = this, { store, state, palette } = pane;
     const rows = this.rows = this.order();
-    if (!pane.isCompared) this.surface.setHeight(Math.max(210, TABLE_TOP + rows.length * 17));
+    this.surface.setHeight(pane.blocksHeight);
     const context = this.surface.begin();
     this.shapes = [];
     if (!rows.length) return this.drawNothing(context);
@@ -61,8 +61,9 @@ class TablesPanel {
     const every = Math.ceil(24 / column);
     for (let j = folded; j < columns; j += every) context.fillText(j, left + (j - folded) * column + column / 2, 6);
     context.textAlign = 'right'; context.font = palette.font(Math.min(11, row * .66), 700);
+    const best = pane.store.best(state);
     this.rows.forEach((place, i) => {
-      const isBest = state.rank[place] === 0, isWrong = pane.wrongPlaces?.has(place);
+      const isBest = place === best, isWrong = pane.wrongPlaces?.has(place);
       context.fillStyle = palette.get(isWrong ? 'bad' : place === pane.hover.place ? 'accent' : isBest ? 'gold' : 'muted');
       context.fillText(`${isBest ? '★' : isWrong ? '≠' : ''}b${place}`, TABLE_LEFT - 6, TABLE_TOP + i * row + row / 2);
     });

@@ -10,7 +10,7 @@ const saved = (ours, theirs) => theirs > 0 ? `${ours <= theirs ? '−' : '+'}${M
 function showFigures(pane) {
   const { store, state, frame } = pane, { start } = store, { mem } = frame, stat = store.stats[state.t - 1], put = (name, text) => setText(pane.output(name), text);
   const entries = state.tabs.reduce((sum, table) => sum + table.length, 0);
-  put('step', String(state.t)); put('stepsub', frame.ms === undefined ? 'of a recorded run' : state.t === 1 ? `${frame.ms.toFixed(0)} ms, prompt included` : `${frame.ms.toFixed(1)} ms`);
+  put('step', String(state.t)); put('stepsub', !occupied(state).length ? 'the search is over' : frame.ms === undefined ? 'of a recorded run' : state.t === 1 ? `${frame.ms.toFixed(0)} ms, prompt included` : `${frame.ms.toFixed(1)} ms`);
   put('used', String(stat.used)); put('usedsub', `of ${start.num_blocks.toLocaleString('en')} · ${formatBytes(mem.used)} · peak ${stat.peak}`);
   put('share', stat.used ? `${(entries / stat.used).toFixed(2)}×` : '–');
   put('copies', saved(mem.used, mem.copies)); put('copiessub', `${formatBytes(mem.copies)} with copies`);
@@ -28,7 +28,7 @@ function branchRow(pane) {
 }
 
 function showBranches(pane) {
-  const { store, state } = pane, list = pane.output('branches'), places = store.byRank(state), wanted = places.length + state.finished.length;
+  const { store, state } = pane, list = pane.output('branches'), places = store.bestFirst(state), wanted = places.length + state.finished.length;
   while (list.children.length > wanted) list.lastChild.remove();
   while (list.children.length < wanted) list.append(branchRow(pane));
   const best = places.length ? store.path(state.live[places[0]]) : [];
@@ -92,7 +92,7 @@ function stepTable(panes) {
   const table = make('table'), head = table.createTHead().insertRow();
   for (const title of ['branch', 'sum of log-probs', 'newest token', 'tokens', 'block table: block (sharers)']) head.append(make('th', '', title));
   const body = table.createTBody();
-  for (const pane of panes) for (const place of pane.store.byRank(pane.state)) {
+  for (const pane of panes.filter(p => p.state)) for (const place of pane.store.bestFirst(pane.state)) {
     const { state, store } = pane, row = body.insertRow(), cells = state.tabs[place].map(block => `${block} (${state.ref[block]})`).join(', ');
     for (const text of [`b${place}`, state.scores[place].toFixed(3), tokenLabel(store.nodes[state.live[place]].text), String(state.len[place]), cells]) row.insertCell().textContent = text;
   }

@@ -1,6 +1,6 @@
 /* The token tree: what every branch generated, where they part, which were pruned, which ended. */
 
-const STEP_WIDTH = 66, FADE_STEPS = 14;
+const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14;
 
 class TreePanel {
   constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree')); this.heights = new Map(); this.placed = []; }
@@ -45,12 +45,15 @@ class TreePanel {
   /* Leaves get rows, parents the middle of their children. Heights glide from step to step. True while they do. */
   arrange(nodes) {
     let rows = 0;
+    const height = this.surface.height - 24, tips = nodes.filter(item => !item.children.length), alive = tips.filter(item => item.alive).length;
+    // Live tips keep room for their words; the dead share what is left.
+    const dead = Math.max(.08, Math.min(.4, (height / LABEL_ROW - alive) / Math.max(1, tips.length - alive)));
     const place = item => {
-      if (!item.children.length) { const share = item.alive ? 1 : .4; rows += share; item.row = rows - share / 2; }
+      if (!item.children.length) { const share = item.alive ? 1 : dead; rows += share; item.row = rows - share / 2; }
       else { for (const child of item.children) place(child); item.row = item.children.reduce((sum, child) => sum + child.row, 0) / item.children.length; }
     };
     for (const item of nodes) if (!this.byId.has(item.node.parent)) place(item);
-    const height = this.surface.height - 24, row = Math.min(36, height / Math.max(1, rows)), top = 12 + (height - row * rows) / 2;
+    const row = Math.min(36, height / Math.max(1, rows)), top = 12 + (height - row * rows) / 2;
     this.row = row;
     let moving = false;
     const before = this.heights; this.heights = new Map();
@@ -65,7 +68,7 @@ class TreePanel {
   }
 
   bestPath() {
-    const { store, state } = this.pane, [place] = store.byRank(state);
+    const { store, state } = this.pane, place = store.best(state);
     if (place !== undefined) return store.path(state.live[place]);
     return state.finished.length ? store.path(state.finished[0][4]) : [];
   }

@@ -1,0 +1,200 @@
+"""The demo as a visitor sees it: a real browser on a real decoder with the default model."""
+
+import json
+
+import pytest
+from gradio_client import Client
+
+from ui_server import SCOPE, Visitor, running_browser, running_demo
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with running_demo() as (url, sessions):
+        yield url, sessions
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visitor(demo, browser):
+    visitor = Visitor(browser, demo[0])
+    yield visitor
+    visitor.close()
+    assert visitor.errors == []
+    assert visitor.outside == [], "nothing may be asked of an outside host"
+
+
+def test_first_paint_is_a_recorded_run_that_can_be_walked_through(visitor):
+    """No click is needed to see something, and every step of it obeys the invariant."""
+    assert int(visitor.data("tail")) > 60
+    assert visitor.data("playing") == "1"
+    visitor.press("Pause")
+    visitor.press("First step")
+    assert visitor.data("step") == "1"
+    visitor.press("Next copy-on-write")
+    step = int(visitor.data("step"))
+    assert visitor.eval("cowbeam.pane.store.stats[cowbeam.clock.t - 1].cow") > 0
+    visitor.page.get_by_role("slider", name="Decode step").focus()
+    visitor.page.keyboard.press("Shift+ArrowRight")
+    assert int(visitor.data("step")) == step + 10
+    assert visitor.breaches() == []
+    assert visitor.data("stats") == "ok", "the page's own counts are DecodeStats'"
+
+
+def test_a_run_of_ones_own_live_scrubbed_checked_exported_and_read_again(visitor, demo, tmp_path):
+    page = visitor.page
+    page.fill("#prompt textarea", "List three birds.")
+    visitor.set_number("max_new_tokens", 24)
+    visitor.set_number("width", 4)
+    visitor.generate()
+    visitor.wait_for_step(6)
+    page.get_by_role("slider", name="Decode step").focus()
+    page.keyboard.press("ArrowLeft")
+    held = int(visitor.data("step"))
+    visitor.wait_for_step(held + 6)
+    assert int(visitor.data("step")) == held, "a cursor that was moved must not follow the run"
+    page.keyboard.press("End")
+    visitor.wait_until_done()
+    assert visitor.data("invariant") == "ok"
+    assert visitor.breaches() == []
+    assert visitor.data("stats") == "ok"
+    visitor.press("compare with transformers")
+    page.wait_for_function("() => document.querySelector('[data-o=check]').textContent.startsWith('same tokens')")
+    with page.expect_download() as download:
+        visitor.press("Export")
+    saved = tmp_path / "trace.json"
+    download.value.save_as(saved)
+    records = json.loads(saved.read_text())["records"]
+    assert [records[0]["type"], records[-1]["type"]] == ["start", "end"]
+    page.set_input_files("[data-o=file]", saved)
+    page.wait_for_selector(f"{SCOPE}[data-run=imported-1]")
+    assert visitor.breaches() == []
+    assert demo[1].engine.decoders.num_live_blocks == 0
+
+
+def test_two_searches_on_one_clock(visitor):
+    visitor.set_number("max_new_tokens", 16)
+    visitor.set_number("width", 4)
+    visitor.choose("Compare on one clock with", "parallel sampling")
+    visitor.generate()
+    visitor.wait_until_done()
+    modes = visitor.eval("cowbeam.shown.map(pane => pane.store.start.mode)")
+    assert modes == ["beam search", "parallel sampling"]
+    visitor.eval("cowbeam.clock.go(9)")
+    assert visitor.eval("cowbeam.shown.map(pane => pane.state.t)") == [9, 9]
+
+
+def test_stop_ends_within_a_step_and_a_second_visitor_sees_the_queue(visitor, demo, browser):
+    """One decoder for all: the second waits, is told so, and goes on when the first tab is closed."""
+    url, sessions = demo
+    first = Visitor(browser, url)
+    first.set_number("max_new_tokens", 256)
+    first.generate()
+    first.wait_for_step(3)
+    visitor.set_number("max_new_tokens", 200)
+    visitor.generate()
+    visitor.page.wait_for_selector("text=waiting: 1 run ahead of you")
+    first.close()
+    visitor.wait_for_step(2)
+    visitor.page.click("#stop")
+    visitor.wait_until_done()
+    assert visitor.page.inner_text("[data-o=note]") == "stopped"
+    assert int(visitor.data("tail")) < 100
+    assert first.errors == []
+    assert sessions.engine.ask(lambda decoders: decoders.num_live_blocks).result(30) == 0
+
+
+def test_lessons(visitor):
+    """Six captions at steps of the recorded run; a pool too small; a wrong entry in a real decoder's table."""
+    visitor.press("Tour")
+    steps = []
+    for caption in range(1, 7):
+        visitor.page.wait_for_selector(f"{SCOPE}[data-lesson=tour][data-caption='{caption}']")
+        steps.append(int(visitor.data("step")))
+        visitor.page.click("[data-b=lessonnext]")
+    assert steps[0] == 1
+    assert len(set(steps)) == 6
+    visitor.press("Out of memory")
+    slider = visitor.page.get_by_role("slider", name="Blocks in the pool")
+    slider.evaluate("(s) => { s.value = s.max; s.dispatchEvent(new Event('input')); }")
+    assert visitor.data("budget") == "fits,fits,fits"
+    slider.evaluate("(s) => { s.value = 110; s.dispatchEvent(new Event('input')); }")
+    assert visitor.data("budget") == "fails,fails,fits"
+    visitor.eval("cowbeam.clock.go(20)")
+    visitor.press("What if?")
+    visitor.page.get_by_test_id("corrupt").click()
+    visitor.page.wait_for_selector("[data-testid=integrity]")
+    affected, _ = map(int, visitor.data("whatif").split(","))
+    assert 1 <= affected < 8
+    assert "holders" in visitor.page.inner_text("[data-testid=integrity]")
+
+
+def test_hostile_text_is_shown_and_never_run(visitor):
+    """Gradio evaluates `${…}` in what it takes for a template, and innerHTML runs event handlers."""
+    hostile = (
+        "<img src=x onerror=window.__p=1> ${window.__p=2} {{constructor}} `+(window.__p=3)+` </script>"
+        "<script>window.__p=4</script> \"' \u202eevil\u200b " + "\N{COW FACE}" * 40
+    )
+    visitor.page.fill("#prompt textarea", hostile)
+    visitor.set_number("max_new_tokens", 4)
+    visitor.set_number("width", 2)
+    visitor.generate()
+    visitor.wait_until_done()
+    assert visitor.eval("window.__p") is None
+    assert visitor.eval("cowbeam.pane.store.start.prompt") == hostile
+    visitor.eval("cowbeam.pane.select(0, 60, true)")
+    assert visitor.eval("document.querySelectorAll('.kv img, .kv script').length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_phone(demo, browser, scheme):
+    """Nothing is wider than the screen, and with reduced motion a step is drawn once."""
+    size = {"width": 400, "height": 860}
+    visitor = Visitor(browser, demo[0], viewport=size, color_scheme=scheme, reduced_motion="reduce")
+    assert visitor.eval("document.documentElement.scrollWidth <= innerWidth")
+    assert visitor.data("playing") == "0"
+    visitor.page.wait_for_timeout(300)
+    before = visitor.eval("cowbeam.drawn")
+    visitor.eval("cowbeam.clock.go(40)")
+    visitor.page.wait_for_timeout(500)
+    assert visitor.eval("cowbeam.drawn") - before <= 2
+    assert visitor.errors == []
+    visitor.close()
+
+
+def test_a_link_fills_the_form(demo, browser):
+    visitor = Visitor(browser, demo[0] + "?prompt=Hello&mode=greedy&max_new_tokens=7&width=3")
+    assert visitor.page.input_value("#prompt textarea") == "Hello"
+    assert visitor.page.input_value("#max_new_tokens input[type=number]") == "7"
+    visitor.generate()
+    visitor.wait_until_done()
+    link = visitor.eval("cowbeam.files.link")
+    assert "prompt=Hello" in link
+    assert "mode=greedy" in link
+    visitor.close()
+
+
+def test_programs_get_results_or_one_clear_sentence(demo):
+    client = Client(demo[0], verbose=False)
+    result = client.predict("Say hello.", "beam search", 2, 6, api_name="/generate")
+    assert len(result["completions"]) == 2
+    memory = client.predict("Say hello.", "parallel sampling", 3, 6, api_name="/summary")
+    assert memory["unique"] <= memory["used"] <= memory["contiguous"]
+    endpoints = client.view_api(return_format="dict")["named_endpoints"]
+    assert sorted(endpoints) == ["/generate", "/summary"]
+    for arguments, sentence in [
+        (("",), "prompt is empty"),
+        (("x" * 10_000_000,), "prompt has 10,000,000 characters"),
+        (("a", "search"), "mode must be one of"),
+        (("a", "greedy", "many"), "width must be a number"),
+        (("a", "greedy", 1, 10**9), "max_new_tokens must be a number from 2 to 512"),
+    ]:
+        with pytest.raises(Exception, match=sentence):
+            client.predict(*arguments, api_name="/summary")
