@@ -12,7 +12,7 @@ from typing import Any
 
 import gradio as gr
 
-from cowbeam.decoder import DecodeResult, Decoder
+from cowbeam.decoder import Decoder, DecodeResult
 from cowbeam.decoder.what_if import Position, WhatIf, corrupt_entry
 from cowbeam.ui.decoders import Decoders
 from cowbeam.ui.engine_thread import EngineThread
@@ -145,4 +145,3 @@ def _integer(request: Any, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
         raise ValueError(f"{name} must be a whole number from 0, got {shown(value)}")
     return value
-

@@ -155,7 +155,9 @@ def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Options of ``cowbeam-ui``."""
-    parser = argparse.ArgumentParser(prog="cowbeam-ui", description="The live demo: watch the blocks while a model searches.")
+    parser = argparse.ArgumentParser(
+        prog="cowbeam-ui", description="The live demo: watch the blocks while a model searches."
+    )
     parser.add_argument("--model", help="hub name or path (SmolLM2-135M-Instruct)")
     parser.add_argument("--device", help="cuda, cpu, … (CUDA if there is one)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])

@@ -53,7 +53,7 @@ def _same_tokens(decoders: Decoders, settings: Settings, result: DecodeResult) -
     model: Any = decoders.first.model
     prompt = torch.tensor([result.prompt_token_ids], device=model.device)
     params: Any = settings.params()
-    config = GenerationConfig(
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
         num_beams=params.num_beams,
         num_return_sequences=params.num_return_sequences,
         max_new_tokens=params.max_new_tokens,
@@ -76,7 +76,9 @@ def _same_tokens(decoders: Decoders, settings: Settings, result: DecodeResult) -
     if all(same) and len(theirs) == len(ours):
         sequences = f"{len(ours)} sequences, {total} tokens" if len(ours) > 1 else f"{total} tokens"
         return Verdict(True, f"same tokens as transformers.generate ({sequences})", cache_bytes)
-    return Verdict(False, f"{same.count(False)} of {len(ours)} sequences differ from transformers.generate", cache_bytes)
+    return Verdict(
+        False, f"{same.count(False)} of {len(ours)} sequences differ from transformers.generate", cache_bytes
+    )
 
 
 def _nbytes(cache: Any) -> int | None:
@@ -116,6 +118,6 @@ def _logprobs(decoders: Decoders, settings: Settings, prompt: Sequence[int], tok
         warpers.append(TopKLogitsWarper(settings.top_k, min_tokens_to_keep=2 if is_beams else 1))
     if settings.top_p < 1:
         warpers.append(TopPLogitsWarper(settings.top_p, min_tokens_to_keep=2 if is_beams else 1))
-    warped = warpers(None, scores)
+    warped = warpers(ids, scores)  # type: ignore[arg-type]
     processed = warped if is_beams else warped.log_softmax(-1)
     return processed.gather(1, ids[0, len(prompt) :, None])[:, 0].cpu()

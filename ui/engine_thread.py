@@ -110,7 +110,7 @@ def start_record(decoders: Decoders, run: Run, token_ids: list[int]) -> Record:
         "bytes_per_token": layout.per_token,
         "steps": settings.max_new_tokens,
         "layout": layout._asdict(),
-        "model": model_name(model.config.name_or_path),
+        "model": model_name(str(model.config.name_or_path or type(model).__name__)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "settings": settings.as_values(),

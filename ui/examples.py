@@ -3,15 +3,16 @@
 from typing import Any, NamedTuple
 
 _REPORT = (
-    "The harbour of the old town was built in four stages. The first quay was laid in 1782 by the fishermen themselves, "
-    "out of stones that the river had left behind; it held eleven boats and silted up every spring. In 1831 the council "
-    "paid for a breakwater, a lighthouse of nineteen metres and two cranes that were turned by oxen. Trade grew fast: "
-    "wool and salt went out, coal and oranges came in, and the population doubled within twenty years. The storm of "
-    "November 1875 took the lighthouse and half of the breakwater. An engineer from the capital, Marta Lindqvist, drew "
-    "the third harbour on a single sheet of paper, with a lock gate that let the tide clean the basin; it is still in "
-    "use. The railway arrived in 1904 and the ferries in 1926. The fourth stage, a container terminal, was planned "
-    "three times and never built, since the bay is too shallow for modern ships. Today the harbour lives on ferries, on "
-    "sailors in summer and on a small yard that repairs wooden boats for owners from all over the continent."
+    "The harbour of the old town was built in four stages. The first quay was laid in 1782 by the fishermen "
+    "themselves, out of stones that the river had left behind; it held eleven boats and silted up every spring. "
+    "In 1831 the council paid for a breakwater, a lighthouse of nineteen metres and two cranes that were turned "
+    "by oxen. Trade grew fast: wool and salt went out, coal and oranges came in, and the population doubled "
+    "within twenty years. The storm of November 1875 took the lighthouse and half of the breakwater. An engineer "
+    "from the capital, Marta Lindqvist, drew the third harbour on a single sheet of paper, with a lock gate that "
+    "let the tide clean the basin; it is still in use. The railway arrived in 1904 and the ferries in 1926. The "
+    "fourth stage, a container terminal, was planned three times and never built, since the bay is too shallow "
+    "for modern ships. Today the harbour lives on ferries, on sailors in summer and on a small yard that repairs "
+    "wooden boats for owners from all over the continent."
 )
 
 

@@ -89,7 +89,12 @@ def _beam_controls(c: dict[str, Any]) -> None:
     )
     c["early_stopping"] = gr.Dropdown(["false", "true", "never"], value=d.early_stopping, label="Early stopping")
     c["no_repeat_ngram_size"] = gr.Slider(
-        0, 16, d.no_repeat_ngram_size, step=1, label="No n-gram twice", info="0 allows repetition; not for beam sampling."
+        0,
+        16,
+        d.no_repeat_ngram_size,
+        step=1,
+        label="No n-gram twice",
+        info="0 allows repetition; not for beam sampling.",
     )
 
 
@@ -108,7 +113,9 @@ def _pool_controls(c: dict[str, Any]) -> None:
         sizes, value=d.num_blocks, label="Blocks in the pool", info=_HELP["num_blocks"], elem_id="num_blocks",
         allow_custom_value=False,
     )  # fmt: skip
-    c["pace"] = gr.Slider(0, MAX_PACE, d.pace, step=1, label="Steps a second at most", info=_HELP["pace"], elem_id="pace")
+    c["pace"] = gr.Slider(
+        0, MAX_PACE, d.pace, step=1, label="Steps a second at most", info=_HELP["pace"], elem_id="pace"
+    )
     c["chat"] = gr.Checkbox(d.chat, label="as a message in the model's chat template", elem_id="chat")
 
 

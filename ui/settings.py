@@ -1,4 +1,4 @@
-"""What a visitor may ask for. Everything arrives from outside (a form, a link, a call), so everything is checked here."""
+"""What a visitor may ask for. All of it arrives from outside (a form, a link, a call), so all of it is checked here."""
 
 import dataclasses
 import math
