@@ -17,12 +17,18 @@ logger = logging.getLogger("cowbeam")
 
 T = TypeVar("T")
 
+Search = Callable[[Decoders, Run], Iterator[Record]]  # the records of a run, as they come
+
 
 class EngineThread:
-    """Everything that touches the model runs here, one after the other, so no lock is needed and nothing overlaps."""
+    """Everything that touches the model runs here, one after the other, so no lock is needed and nothing overlaps.
 
-    def __init__(self, decoders: Decoders) -> None:
+    ``search`` gives a run's records; a benchmark may replay recorded ones.
+    """
+
+    def __init__(self, decoders: Decoders, search: Search | None = None) -> None:
         self.decoders = decoders
+        self._search = search or search_records
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cowbeam-engine")
         self._waiting: list[Run] = []  # the first one runs
 
@@ -54,7 +60,7 @@ class EngineThread:
 
     def _decode(self, run: Run) -> None:
         try:
-            for record in search_records(self.decoders, run):
+            for record in self._search(self.decoders, run):
                 run.append(record)
         except ValueError as error:
             run.fail(str(error))

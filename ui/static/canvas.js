@@ -50,6 +50,9 @@ function tokenLabel(text) {
   return shown || (text ? '␣' : '·');
 }
 
+/* Measuring is slow, and in a monospaced face plain characters are 0.6 em wide. */
+function textWidth(context, text, pixels) { return /^[ -~]*$/.test(text) ? text.length * pixels * .602 : context.measureText(text).width; }
+
 function shorten(text, characters) {
   const points = [...text];
   return points.length <= characters ? text : points.slice(0, Math.max(1, characters - 1)).join('') + '…';

@@ -12,7 +12,7 @@ class PoolPanel {
     let best = { worth: 0 };
     for (let columns = 1; columns <= count; columns++) {
       const rows = Math.ceil(count / columns), size = Math.min(46, width / columns, height / rows);
-      const worth = size * (count % columns === 0 ? 1.3 : 1) * (columns % 4 === 0 ? 1.03 : 1);  // whole rows, easy to count
+      const worth = size * (count % columns ? 1 : count > 512 ? 1.05 : 1.3) * (columns % 4 ? 1 : 1.03);  // whole rows, easy to count
       if (worth > best.worth) best = { worth, size, columns, rows };
     }
     const { size, columns, rows } = best;
@@ -38,7 +38,7 @@ class PoolPanel {
     this.drawEmpty(context);
     const fills = store.fills(state), byIdentity = this.pane.colour === 'identity';
     context.textAlign = 'center'; context.textBaseline = 'middle';
-    const sizeOfText = Math.min(12, size * .38);
+    const sizeOfText = Math.round(Math.min(12, size * .38));
     for (let block = 0; block < state.ref.length; block++) {
       const sharers = state.ref[block];
       if (!sharers) continue;

@@ -138,7 +138,7 @@ class Scope {
   wake() { if (!this.frameRequest) this.frameRequest = requestAnimationFrame(now => this.drawFrame(now)); }
 
   drawFrame(now) {
-    this.frameRequest = 0;
+    cancelAnimationFrame(this.frameRequest); this.frameRequest = 0;
     if (!this.host.isConnected) return;
     if (this.clock.isPlaying) this.clock.tick(now);
     const begun = performance.now(), wasDirty = this.timeIsDirty || this.shown.some(pane => pane.dirty.size);

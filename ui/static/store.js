@@ -2,7 +2,7 @@
    Records are those of decoder/trace.py. Steps count from 1; `frames[t - 1]` is the record of step t. */
 
 class TraceStore {
-  constructor(every = 32) { this.every = every; this.reset(null); }
+  constructor(every = 16) { this.every = every; this.reset(null); }
 
   reset(start) {
     this.start = start; this.end = null; this.frames = []; this.nodes = []; this.stats = []; this.cowSteps = [];

@@ -92,9 +92,10 @@ class TablesPanel {
     if (isCopied) { context.globalAlpha = 1 - age * .25; context.strokeStyle = palette.get('cow'); context.lineWidth = 2.2; roundRect(context, x, y, width, height, 4); context.stroke(); context.globalAlpha = 1; }
     if (block === (pane.hover.block ?? pane.selectedBlock)) { context.strokeStyle = palette.get('ink'); context.lineWidth = 2; roundRect(context, x, y, width, height, 4); context.stroke(); }
     if (width < 15 || height < 9) return;
-    context.font = palette.font(Math.min(11, Math.max(8.5, height * .62)), 700); context.textAlign = 'center'; context.textBaseline = 'middle';
+    const pixels = Math.round(Math.min(11, Math.max(8.5, height * .62)));
+    context.font = palette.font(pixels, 700); context.textAlign = 'center'; context.textBaseline = 'middle';
     context.fillStyle = share <= .6 ? palette.get('ink') : pane.colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
-    if (context.measureText(block).width < width - 2) context.fillText(block, x + width / 2, y + height / 2 + .5);
+    if (textWidth(context, String(block), pixels) < width - 2) context.fillText(block, x + width / 2, y + height / 2 + .5);
   }
 
   /* The entry that the what-if lesson changed: a cross over the cell in every row that reads it. */

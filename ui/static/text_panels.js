@@ -21,7 +21,11 @@ function showFigures(pane) {
 function branchRow(pane) {
   const row = make('li');
   row.append(make('span', 'id'), make('span', 'score'), make('span', 'text'));
-  row.addEventListener('pointerenter', () => pane.setHover(row.dataset.place === undefined ? {} : { place: +row.dataset.place }));
+  row.lastChild.append(make('bdi', 'same'), make('bdi', 'own'), make('bdi', 'new'));
+  row.addEventListener('pointerenter', () => {
+    row.title = visibleText(row.wholeText());  // made when it is wanted: it may be long
+    pane.setHover(row.dataset.place === undefined ? {} : { place: +row.dataset.place });
+  });
   row.addEventListener('pointerleave', () => pane.setHover({}));
   row.addEventListener('click', () => { if (row.dataset.place !== undefined) pane.select(+row.dataset.place, Infinity, true); });
   return row;
@@ -45,21 +49,23 @@ function showLive(pane, row, place, rank, best) {
   while (rank > 0 && shared < path.length && path[shared] === best[shared]) shared++;
   row.className = rank === 0 ? 'best' : ''; row.dataset.place = place; row.dataset.testid = `branch-${rank}`;
   setText(row.children[0], `${rank === 0 ? '★' : ''}b${place}`); setText(row.children[1], state.scores[place].toFixed(2));
-  row.children[1].title = 'sum of log-probs'; row.title = visibleText(store.text(path));
+  row.children[1].title = 'sum of log-probs'; row.wholeText = () => store.text(path);
   const from = Math.max(0, path.length - TEXT_SHOWN), part = (a, b) => visibleText(store.text(path.slice(Math.max(from, a), Math.max(from, b))));
   const last = path.length - 1;
-  row.children[2].replaceChildren(make('bdi', 'same', part(0, Math.min(shared, last))), make('bdi', 'own', part(shared, last)), make('bdi', 'new', visibleText(store.nodes[path[last]].text)));
+  showParts(row, part(0, Math.min(shared, last)), part(shared, last), visibleText(store.nodes[path[last]].text));
 }
 
 function showEnded(row, [, text, score, reason], i, bestText) {
   row.className = 'ended'; delete row.dataset.place; row.dataset.testid = `ended-${i}`;
   setText(row.children[0], reason); setText(row.children[1], score.toFixed(2));
-  row.children[1].title = 'score: sum of log-probs ÷ length to the power of the length penalty'; row.title = visibleText(text);
+  row.children[1].title = 'score: sum of log-probs ÷ length to the power of the length penalty'; row.wholeText = () => text;
   let shared = 0;
   while (i > 0 && shared < text.length && text[shared] === bestText[shared]) shared++;
   const from = Math.max(0, text.length - TEXT_SHOWN * 5);
-  row.children[2].replaceChildren(make('bdi', 'same', visibleText(text.slice(from, Math.max(from, shared)))), make('bdi', 'own', visibleText(text.slice(Math.max(from, shared)))));
+  showParts(row, visibleText(text.slice(from, Math.max(from, shared))), visibleText(text.slice(Math.max(from, shared))), '');
 }
+
+function showParts(row, ...texts) { texts.forEach((text, i) => setText(row.lastChild.children[i], text)); }
 
 const EVENT_ORDER = ['cow', 'alloc', 'fork', 'finish', 'prune', 'free'], EVENTS_SHOWN = 200;
 
@@ -74,16 +80,25 @@ function describeEvent(store, [kind, a, b, c, d]) {
   }
 }
 
+function eventRow(pane) {
+  const row = make('li');
+  row.append(make('b'), make('span'));
+  row.addEventListener('pointerenter', () => pane.setHover(row.block === undefined ? {} : { block: row.block }));
+  row.addEventListener('pointerleave', () => pane.setHover({}));
+  return row;
+}
+
 function showEvents(pane) {
   const { store, state, frame } = pane, stat = store.stats[state.t - 1];
   const sorted = [...frame.ev].sort((x, y) => EVENT_ORDER.indexOf(x[0]) - EVENT_ORDER.indexOf(y[0])).slice(0, EVENTS_SHOWN);
-  pane.output('log').replaceChildren(...sorted.map(event => {
-    const row = make('li', event[0]);
-    row.append(make('b', '', event[0].padEnd(6)), ' ' + describeEvent(store, event));
-    const block = { cow: event[2], alloc: event[1], free: event[1] }[event[0]];
-    if (block !== undefined) { row.addEventListener('pointerenter', () => pane.setHover({ block })); row.addEventListener('pointerleave', () => pane.setHover({})); }
-    return row;
-  }));
+  const log = pane.output('log');
+  while (log.children.length > sorted.length) log.lastChild.remove();
+  while (log.children.length < sorted.length) log.append(eventRow(pane));
+  sorted.forEach((event, i) => {
+    const row = log.children[i];
+    row.className = event[0]; row.block = { cow: event[2], alloc: event[1], free: event[1] }[event[0]];
+    setText(row.firstChild, event[0].padEnd(6)); setText(row.lastChild, ' ' + describeEvent(store, event));
+  });
   setText(pane.output('evsum'), ['cow', 'alloc', 'free', 'prune', 'finish'].filter(kind => stat[kind]).map(kind => `${stat[kind]} ${kind}`).join(' · ') || 'written in place');
 }
 

@@ -87,33 +87,46 @@ class TreePanel {
 
   drawEdges(context, nodes) {
     context.lineCap = 'round';
-    const layer = item => item.alive ? this.best.has(item.node.id) ? 2 : 1 : 0;
-    const bent = this.view.width > 6;
-    for (const wanted of [0, 1, 2]) for (const item of nodes) {
-      if (layer(item) !== wanted) continue;
-      const parent = this.byId.get(item.node.parent);
-      if (!parent) continue;
-      context.globalAlpha = this.alpha(item); context.strokeStyle = this.colour(item);
-      context.lineWidth = item.alive ? (bent ? 1.1 + 3.2 * Math.exp(item.node.logprob) : 1.4) : 1;
-      context.setLineDash(item.alive || !bent ? [] : [2, 3]);
-      context.beginPath(); context.moveTo(parent.x, parent.y);
-      const middle = (item.x - parent.x) / 2;
-      if (bent) context.bezierCurveTo(parent.x + middle, parent.y, item.x - middle, item.y, item.x, item.y); else context.lineTo(item.x, item.y);
+    this.drawDeadEdges(context, nodes.filter(item => !item.alive));
+    const bent = this.view.width > 6, isBest = item => this.best.has(item.node.id);
+    for (const wanted of [false, true]) for (const item of nodes) {
+      if (!item.alive || isBest(item) !== wanted) continue;
+      context.strokeStyle = this.colour(item); context.lineWidth = bent ? 1.1 + 3.2 * Math.exp(item.node.logprob) : 1.4;
+      context.beginPath(); this.edge(context, item, bent); context.stroke();
+    }
+  }
+
+  /* All edges that faded alike in one stroke: there are many of them. */
+  drawDeadEdges(context, dead) {
+    const bent = this.view.width > 6, byAlpha = Map.groupBy(dead, item => this.alpha(item));
+    context.strokeStyle = this.pane.palette.get('dead'); context.lineWidth = 1; context.setLineDash(bent ? [2, 3] : []);
+    for (const [alpha, items] of byAlpha) {
+      context.globalAlpha = alpha; context.beginPath();
+      for (const item of items) this.edge(context, item, false);
       context.stroke();
     }
     context.setLineDash([]); context.globalAlpha = 1;
   }
 
+  edge(context, item, bent) {
+    const parent = this.byId.get(item.node.parent), middle = parent && (item.x - parent.x) / 2;
+    if (!parent) return;
+    context.moveTo(parent.x, parent.y);
+    if (bent) context.bezierCurveTo(parent.x + middle, parent.y, item.x - middle, item.y, item.x, item.y);
+    else if (this.view.width > 12) { context.lineTo(parent.x + middle * .7, item.y); context.lineTo(item.x, item.y); }
+    else context.lineTo(item.x, item.y);
+  }
+
   drawDots(context, nodes) {
     if (this.view.width < 5) return;
+    context.lineWidth = 1.2;
     for (const item of nodes) {
       const { x, y, node } = item, isTip = !item.children.length;
       context.globalAlpha = this.alpha(item); context.fillStyle = context.strokeStyle = this.colour(item);
-      if (node.finish) { context.fillRect(x - 3.5, y - 3.5, 7, 7); continue; }
-      context.beginPath(); context.arc(x, y, item.alive ? (isTip ? 3.6 : 2.4) : 1.7, 0, 7); context.fill();
-      if (item.alive || !isTip) continue;
-      context.lineWidth = 1.2; context.beginPath();
-      context.moveTo(x - 3, y - 3); context.lineTo(x + 3, y + 3); context.moveTo(x + 3, y - 3); context.lineTo(x - 3, y + 3); context.stroke();
+      if (node.finish) context.fillRect(x - 3.5, y - 3.5, 7, 7);
+      else if (item.alive) { context.beginPath(); context.arc(x, y, isTip ? 3.6 : 2.4, 0, 7); context.fill(); }
+      else if (isTip) { context.beginPath(); context.moveTo(x - 3, y - 3); context.lineTo(x + 3, y + 3); context.moveTo(x + 3, y - 3); context.lineTo(x - 3, y + 3); context.stroke(); }
+      else context.fillRect(x - 1.2, y - 1.2, 2.4, 2.4);
     }
     context.globalAlpha = 1;
   }
@@ -123,18 +136,20 @@ class TreePanel {
     const { palette } = this.pane, taken = this.labels = [];
     if (this.view.width < 30) return;
     const weight = item => (item.alive ? 4 : 0) + (item.children.length ? 0 : 2) + (this.best.has(item.node.id) ? 1 : 0);
-    const sorted = nodes.filter(item => item.alive || this.row > 13).sort((a, b) => weight(b) - weight(a) || b.node.t - a.node.t);
+    const sorted = nodes.filter(item => item.alive || this.row > 13 && this.alpha(item) > .4).sort((a, b) => weight(b) - weight(a) || b.node.t - a.node.t);
+    const large = Math.round(2 * Math.min(11.5, Math.max(9, this.row * .75))) / 2;
     context.textBaseline = 'middle'; context.textAlign = 'left';
     for (const item of sorted) {
-      const isTip = !item.children.length, pixels = item.alive ? Math.min(11.5, Math.max(9, this.row * .75)) : 9;
+      const isTip = !item.children.length, pixels = item.alive ? large : 9;
       const room = isTip && item.node.t === this.view.to ? 11 : Math.floor((this.view.width - 12) / (pixels * .61));
       const text = shorten(this.label(item.node), Math.max(2, room));
       context.font = palette.font(pixels, isTip && item.alive ? 700 : 400);
-      const x = item.x + (isTip ? 8 : 5), y = item.y - (isTip ? 0 : pixels * .72), width = context.measureText(text).width;
+      const x = item.x + (isTip ? 8 : 5), y = item.y - (isTip ? 0 : pixels * .72), width = textWidth(context, text, pixels);
       const box = [x, y - pixels * .5, x + width, y + pixels * .5];
       if (taken.some(t => box[0] < t[2] + 2 && t[0] < box[2] + 2 && box[1] < t[3] && t[1] < box[3])) continue;
       taken.push(box);
-      context.globalAlpha = this.alpha(item); context.lineWidth = 3; context.strokeStyle = palette.get('panel'); context.strokeText(text, x, y);
+      context.globalAlpha = this.alpha(item);
+      if (item.alive && !isTip) { context.lineWidth = 3; context.strokeStyle = palette.get('panel'); context.strokeText(text, x, y); }
       context.fillStyle = palette.get(!item.alive ? 'dead' : isTip && this.best.has(item.node.id) ? 'gold' : 'ink'); context.fillText(text, x, y);
     }
     context.globalAlpha = 1;
