@@ -79,6 +79,22 @@ def test_a_run_of_ones_own_live_scrubbed_checked_exported_and_read_again(visitor
     assert demo[1].engine.decoders.num_live_blocks == 0
 
 
+def test_a_lost_message_is_fetched_again(visitor):
+    """Messages can be merged or dropped on their way: steps number themselves, so the gap is seen."""
+    visitor.set_number("max_new_tokens", 12)
+    visitor.set_number("width", 3)
+    visitor.eval(
+        """() => { const { feed } = cowbeam, receive = feed.receive.bind(feed); let n = 0;
+          const isLost = message => message.frames.some(frame => frame.type === 'step') && ++n === 2;
+          feed.receive = message => { if (!isLost(message)) receive(message); }; }"""
+    )
+    visitor.generate()
+    visitor.wait_until_done()
+    visitor.page.wait_for_selector(f"{SCOPE}[data-fetched]")
+    assert visitor.eval("cowbeam.pane.store.frames.every((frame, i) => frame.t === i + 1)")
+    assert visitor.breaches() == []
+
+
 def test_two_searches_on_one_clock(visitor):
     visitor.set_number("max_new_tokens", 16)
     visitor.set_number("width", 4)
@@ -89,6 +105,23 @@ def test_two_searches_on_one_clock(visitor):
     assert modes == ["beam search", "parallel sampling"]
     visitor.eval("cowbeam.clock.go(9)")
     assert visitor.eval("cowbeam.shown.map(pane => pane.state.t)") == [9, 9]
+
+
+def test_generate_again_leaves_the_run_before(visitor, demo):
+    """An impatient visitor presses three times: the last run is shown, the others are stopped and not waited for."""
+    visitor.set_number("max_new_tokens", 150)
+    visitor.choose("Compare on one clock with", "parallel sampling")
+    visitor.generate()
+    visitor.wait_for_step(2)
+    visitor.set_number("max_new_tokens", 9)
+    visitor.choose("Compare on one clock with", "nothing")
+    visitor.page.click("#generate")
+    visitor.page.wait_for_timeout(100)
+    visitor.page.click("#generate")
+    visitor.page.wait_for_function("() => cowbeam.pane.store.start.steps === 9 && cowbeam.root.dataset.done")
+    assert visitor.eval("cowbeam.shown.length") == 1
+    assert visitor.breaches() == []
+    assert demo[1].engine.num_waiting == 0
 
 
 def test_stop_ends_within_a_step_and_a_second_visitor_sees_the_queue(visitor, demo, browser):

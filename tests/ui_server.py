@@ -131,6 +131,14 @@ class Visitor:
         )
         return found
 
+    def reload(self) -> None:
+        """As by the browser's button. What Gradio says of the stream that it breaks off is not ours."""
+        self.page.reload()
+        self.page.wait_for_selector(f"{SCOPE}[data-ready]")
+        self.page.wait_for_timeout(50)
+        noise = ("AbortError: signal is aborted", "Unexpected error Connection errored out")
+        self.errors = [error for error in self.errors if not error.startswith(noise)]
+
     def close(self) -> None:
         """Close the tab."""
         self.context.close()

@@ -89,8 +89,8 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
             values = {}
         return [values.get(name, gr.skip()) for name in form.controls]
 
-    form.generate.click(stream_form, {*form.controls.values(), form.compare}, view, trigger_mode="once", **stream)
-    view.rerun(rerun, None, view, **stream)
+    form.generate.click(stream_form, {*form.controls.values(), form.compare}, view, trigger_mode="multiple", **stream)
+    view.rerun(rerun, None, view, trigger_mode="multiple", **stream)
     form.stop.click(stop, None, None, **quick)
     form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
     app.load(follow_link, None, list(form.controls.values()), **quick)

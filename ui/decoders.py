@@ -56,9 +56,14 @@ class Decoders:
         return str(self.first.tokenizer.decode([token_id]))  # type: ignore[union-attr]
 
     @property
+    def all(self) -> list[Decoder]:
+        """Those that are kept."""
+        return list(self._kept.values())
+
+    @property
     def num_live_blocks(self) -> int:
         """Blocks in use in all pools: 0 when nothing runs."""
-        return sum(decoder.num_blocks - decoder.num_free_blocks for decoder in self._kept.values())
+        return sum(decoder.num_blocks - decoder.num_free_blocks for decoder in self.all)
 
     def close(self) -> None:
         """Give all pools back."""

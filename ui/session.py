@@ -89,7 +89,7 @@ class Sessions:
         try:
             for side, run in enumerate(runs):
                 for lines in self._lines_of(run):
-                    yield message(run.id, lines, side=side, sides=len(runs))
+                    yield message([run.id for run in runs], side, lines)
         finally:
             for run in runs:
                 run.stop.set()
@@ -136,11 +136,12 @@ class Sessions:
         self.engine.close()
 
 
-def message(run_id: str, lines: Sequence[str], *, side: int = 0, sides: int = 1) -> str:
-    """What one yield holds: ``lines`` are JSON already. A run is one ``side`` of a comparison of ``sides``."""
-    return f'{{"run":{to_json(run_id)},"side":{side},"sides":{sides},"frames":[{",".join(lines)}]}}'
+def message(run_ids: Sequence[str], side: int, lines: Sequence[str]) -> str:
+    """What one yield holds: records of the run ``run_ids[side]``, JSON already. Two runs are a comparison."""
+    return f'{{"runs":{to_json(list(run_ids))},"side":{side},"frames":[{",".join(lines)}]}}'
 
 
 def refusal(sentence: str) -> str:
     """A message that holds nothing but the reason why nothing runs."""
-    return message(f"refused-{secrets.token_hex(4)}", [to_json({**end_record(None, "error"), "message": sentence})])
+    record = to_json({**end_record(None, "error"), "message": sentence})
+    return message([f"refused-{secrets.token_hex(4)}"], 0, [record])

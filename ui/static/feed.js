@@ -2,20 +2,22 @@
    twice changes nothing; what is missing is fetched, since the server keeps the records of a run. */
 
 class Feed {
-  constructor(scope) { Object.assign(this, { scope, sides: 1, isFetching: false, hasMissed: false }); }
+  constructor(scope) { Object.assign(this, { scope, sides: 1, past: new Set(), isFetching: false, hasMissed: false }); }
 
   receiveText(text) { if (text) try { this.receive(JSON.parse(text)); } catch (error) { console.error('cowbeam', error); } }
 
-  receive({ run, side, sides, frames }) {
+  receive({ runs, side, frames }) {
+    if (this.past.has(runs[0])) return;  // a stream that was left for a newer one
     const pane = this.scope.panes[side];
-    if (pane.run !== run) this.expect(pane, run, side);
-    this.sides = sides;
+    if (pane.run !== runs[side]) this.expect(pane, runs[side], side);
+    this.sides = runs.length;
     if (!frames.every(frame => this.take(pane, side, frame))) this.fetchMissing(pane, side);
     this.scope.framesTaken();
   }
 
   /* A new run: what is on screen stays until its first record comes. */
   expect(pane, run, side) {
+    if (side === 0) this.past.add(pane.run).delete(run);
     pane.run = run; pane.isWaiting = true;
     if (side === 0) this.scope.runExpected(run);
   }
