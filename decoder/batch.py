@@ -20,7 +20,7 @@ _COLUMNS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """One step's rows. All tensors lie on the device; ``rows_of_group[g]`` are group g's rows in rank order."""
+    """One step's rows. All tensors lie on the device."""
 
     token_ids: Tensor  # [rows]
     positions: Tensor  # [rows]
@@ -28,89 +28,111 @@ class DecodeInputs:
     lengths: Tensor  # [rows] int32, this step's token included
     block_tables: Tensor  # [rows, columns] int32; what lies past a row's length is garbage
     group_starts: Tensor  # [rows] bool: a group begins with this row
-    rows_of_group: list[list[int]]
+    copy_sources: Tensor  # [rows] the block that is copied before the row writes its slot,
+    copy_destinations: Tensor  # [rows] and to which; both the same where nothing is
     widest_group: int  # rows of the largest group
-    copies: list[BlockCopy]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One step's rows on the host: groups one after the other, each in tree order, a slot reserved for every branch."""
+
+    branches: list[Branch]  # in row order
+    sources: list[int]  # the row of the step before that each row continues
+    copies: list[BlockCopy | None]
+    group_starts: list[bool]
+    rows_of_group: list[list[int]]  # group g's rows in rank order
+
+    def slots(self, block_size: int) -> list[int]:
+        """Where each row's new token goes."""
+        return [
+            branch.last_block.block_id * block_size + (branch.num_slots - 1) % block_size
+            for branch in self.branches
+            if branch.last_block is not None
+        ]
+
+
+def lay_out(groups: Sequence[Group]) -> Layout:
+    """Reserve a slot for every branch and give it its row.
+
+    Children sorted by their parents' rows stay in depth-first order, so rows that share a block are neighbours.
+    """
+    needed = sum(group.tree.blocks_needed(group.branches) for group in groups)
+    free = groups[0].tree.pool.num_free
+    assert needed <= free, f"the step needs {needed} blocks, {free} are free: the scheduler admitted too much"
+    branches: list[Branch] = []
+    copies: list[BlockCopy | None] = []
+    group_starts: list[bool] = []
+    for group in groups:
+        in_tree_order = sorted(group.branches, key=_row)
+        copies += [group.tree.append_slot(branch) for branch in in_tree_order]
+        branches += in_tree_order
+        group_starts += [True] + [False] * (len(in_tree_order) - 1)
+    sources = [_row(branch) for branch in branches]
+    for row, branch in enumerate(branches):
+        branch.row = row
+    rows_of_group = [[_row(branch) for branch in group.branches] for group in groups]
+    return Layout(branches, sources, copies, group_starts, rows_of_group)
 
 
 class Batch:
     """Keeps the flat block tables on the device between steps."""
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device, scratch_block: int) -> None:
         self._block_size = block_size
         self._device = device
-        self._tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._scratch_block = scratch_block
+        self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
     def add_prompt(self, group: Group) -> None:
         """Give the group's one branch a row: its whole table is sent once."""
         (branch,) = group.branches
         table = branch.block_table
-        self._set_columns(max(self._tables.shape[1], len(table)))
-        row = torch.zeros(1, self._tables.shape[1], dtype=torch.int32)
+        self._set_columns(max(self.tables.shape[1], len(table)))
+        row = torch.zeros(1, self.tables.shape[1], dtype=torch.int32)
         row[0, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        branch.row = len(self._tables)
-        self._tables = torch.cat([self._tables, row.to(self._device)])
+        branch.row = len(self.tables)
+        self.tables = torch.cat([self.tables, row.to(self._device)])
 
     def _set_columns(self, needed: int) -> None:
         """Columns for tables of ``needed`` blocks, a few to spare; what one long request took is given back."""
         columns = -(-needed // _COLUMNS_AT_ONCE) * _COLUMNS_AT_ONCE
-        missing = columns - self._tables.shape[1]
+        missing = columns - self.tables.shape[1]
         if missing > 0:
-            self._tables = torch.nn.functional.pad(self._tables, (0, missing))
+            self.tables = torch.nn.functional.pad(self.tables, (0, missing))
         elif missing < 0:
-            self._tables = self._tables[:, :columns]
+            self.tables = self.tables[:, :columns]
 
-    def arrange(self, groups: Sequence[Group]) -> DecodeInputs:
-        """Reserve a slot for every branch and lay the rows out: groups one after the other, each in tree order.
-
-        Children sorted by their parents' rows stay in depth-first order, so rows that share a block are neighbours.
-        """
-        branches: list[Branch] = []
-        copies: list[BlockCopy] = []
-        group_starts: list[bool] = []
-        needed = sum(group.tree.blocks_needed(group.branches) for group in groups)
-        free = groups[0].tree.pool.num_free
-        assert needed <= free, f"the step needs {needed} blocks, {free} are free: the scheduler admitted too much"
-        for group in groups:
-            in_tree_order = sorted(group.branches, key=_row)
-            copied = (group.tree.append_slot(branch) for branch in in_tree_order)
-            copies += [copy for copy in copied if copy is not None]
-            branches += in_tree_order
-            group_starts += [True] + [False] * (len(in_tree_order) - 1)
-        columns = [(branch.num_slots - 1) // self._block_size for branch in branches]
-        sources = [_row(branch) for branch in branches]
-        for row, branch in enumerate(branches):
-            branch.row = row
-        rows_of_group = [[_row(branch) for branch in group.branches] for group in groups]
-        return self._upload(branches, sources, columns, group_starts, rows_of_group, copies)
-
-    def _upload(
-        self,
-        branches: Sequence[Branch],
-        sources: Sequence[int],
-        columns: Sequence[int],
-        group_starts: list[bool],
-        rows_of_group: list[list[int]],
-        copies: list[BlockCopy],
-    ) -> DecodeInputs:
+    def upload(self, layout: Layout) -> DecodeInputs:
+        """Send what is new of the rows."""
+        branches = layout.branches
         token_ids = [branch.last_token.token_id for branch in branches if branch.last_token is not None]
         last_blocks = [branch.last_block.block_id for branch in branches if branch.last_block is not None]
         positions = [branch.num_slots - 1 for branch in branches]
-        packed = torch.tensor([token_ids, last_blocks, positions, sources, columns, group_starts])
-        token_ids_, blocks_, positions_, sources_, columns_, starts_ = packed.to(self._device, non_blocking=True)
+        columns = [position // self._block_size for position in positions]
+        idle = BlockCopy(self._scratch_block, self._scratch_block)  # type: ignore[arg-type]
+        sources, destinations = zip(*(copy or idle for copy in layout.copies), strict=True)
+        packed = torch.tensor(
+            [token_ids, last_blocks, positions, layout.sources, columns, layout.group_starts, sources, destinations]
+        )
+        if self._device.type == "cuda":
+            packed = packed.pin_memory()
+        token_ids_, blocks_, positions_, sources_, columns_, starts_, *copies_ = packed.to(
+            self._device, non_blocking=True
+        )
         self._set_columns(max(columns) + 1)
-        self._tables = self._tables[sources_]
-        self._tables.scatter_(1, columns_[:, None], blocks_[:, None].int())
+        self.tables = self.tables[sources_]
+        self.tables.scatter_(1, columns_[:, None], blocks_[:, None].int())
         return DecodeInputs(
             token_ids=token_ids_,
             positions=positions_,
             slots=blocks_ * self._block_size + positions_ % self._block_size,
             lengths=(positions_ + 1).int(),
-            block_tables=self._tables,
+            block_tables=self.tables,
             group_starts=starts_.bool(),
-            rows_of_group=rows_of_group,
-            widest_group=max(map(len, rows_of_group)),
-            copies=copies,
+            copy_sources=copies_[0],
+            copy_destinations=copies_[1],
+            widest_group=max(map(len, layout.rows_of_group)),
         )
 
 

@@ -3,7 +3,9 @@
 No tensor is known here: a block is an id. The bytes behind it are ``kv_cache``'s.
 """
 
+from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple, NewType
 
 from cowbeam.decoder.chain import Link, links, release
@@ -43,13 +45,15 @@ def block_table(last_block: Block | None) -> list[BlockId]:
 class BlockPool:
     """``num_blocks`` blocks of ``block_size`` slots. A new block's one holder is whoever asked for it.
 
-    A freed id is reused last in, first out: its bytes are the likeliest to be in a cache still.
+    A freed id is reused first in, first out, so the ids that come next are known before it is known what is freed:
+    a device that runs a step ahead can take them by itself (`upcoming`).
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = [BlockId(block_id) for block_id in reversed(range(num_blocks))]
+        self._free = deque(BlockId(block_id) for block_id in range(num_blocks))
+        self.num_allocated = 0  # since the beginning
         self._live: dict[BlockId, Block] = {}
 
     @property
@@ -66,9 +70,15 @@ class BlockPool:
         """A free block that follows ``parent``, which gains a holder. Raises OutOfBlocksError, changing nothing."""
         if not self._free:
             raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
-        block = Block(self._free.pop(), parent)
+        block = Block(self._free.popleft(), parent)
+        self.num_allocated += 1
         self._live[block.block_id] = block
         return block
+
+    def upcoming(self, count: int) -> list[BlockId]:
+        """The ids that the next ``count`` calls of ``allocate`` will give, whatever is released in between."""
+        assert count <= len(self._free), f"{count} ids asked for, {len(self._free)} are free"
+        return list(islice(self._free, count))
 
     def release(self, block: Block | None) -> list[Block]:
         """Take one holder from ``block``; the blocks left without one return to the pool and are returned."""

@@ -1,21 +1,24 @@
 """From logits to candidates, on the device: the processors, then the best or the drawn tokens.
 
+The strategy on the host decides by the candidates; ``foresee`` tells on the device which of them it will take, so that
+the next step can begin before the host has seen them.
+
 Everything here sees branches in rank order, as transformers does: ties and draws fall over ``rank * vocabulary +
 token``. Results stay on the device; the engine downloads those of all groups at once.
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.beam_search import BeamSearch
+from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import Sampling, uniform
-from cowbeam.decoder.strategy import Candidate, Continuation
+from cowbeam.decoder.strategy import Candidate
 
 
 class CandidateSource:
@@ -26,23 +29,40 @@ class CandidateSource:
         self._device = device
         self._processors = make_processors(group.request, device)
         self._history: Tensor | None = None  # [ranks, prompt + max_new_tokens], filled up to _length
+        self._history_before: Tensor | None = None  # as it was at the last choice but one
+        self._log_probs: Tensor | None = None
+        self._eos_ids = torch.tensor(sorted(group.request.eos_ids), dtype=torch.long, device=device)
         self._length = group.num_prompt_tokens
         if len(self._processors):
             capacity = self._length + group.request.params.max_new_tokens
             self._history = torch.zeros(1, capacity, dtype=torch.long, device=device)
             self._history[0, : self._length] = torch.tensor(group.request.prompt_token_ids, device=device)
 
-    def propose(self, logits: Tensor) -> Tensor:
+    @property
+    def running(self) -> Tensor:
+        """The strategy's scores on the device, [width] float32."""
+        return to_device(self._group.strategy.scores, torch.float32, self._device)
+
+    def propose(self, logits: Tensor, running: Tensor) -> Tensor:
         """Candidates in float64, [3, candidates]: score, rank, token id (all exact in float64).
+
+        Unusable logits (NaN, +inf, a row without a finite value) show as a score that is NaN.
 
         Args:
             logits: [ranks, vocabulary] in rank order; [1, vocabulary] at the first choice.
+            running: [ranks] float32, the beams' scores.
         """
         strategy = self._group.strategy
         logits = logits.float()
         if isinstance(strategy, BeamSearch):
-            return self._beam_candidates(strategy, torch.log_softmax(logits, -1))
+            return self._beam_candidates(strategy, self._log_softmax(logits), running[:, None])
         return self._one_a_sample(strategy, self._process(logits))
+
+    def _log_softmax(self, logits: Tensor) -> Tensor:
+        """Into a buffer of this request: megabytes allocated anew each step would be faulted in anew."""
+        if self._log_probs is None or self._log_probs.shape != logits.shape:
+            self._log_probs = torch.empty(logits.shape, device=logits.device)
+        return torch.log_softmax(logits, -1, out=self._log_probs)
 
     def _process(self, scores: Tensor) -> Tensor:
         if self._history is None:
@@ -54,11 +74,11 @@ class CandidateSource:
         # A row in which nothing is allowed has no distribution: normalizing gives NaN, which would rank first.
         return processed.masked_fill(processed.isnan() & ~scores.isnan(), -torch.inf)
 
-    def _beam_candidates(self, strategy: BeamSearch, log_probs: Tensor) -> Tensor:
+    def _beam_candidates(self, strategy: BeamSearch, log_probs: Tensor, running: Tensor) -> Tensor:
         # At the first choice all ranks stand on the prompt: one row processed, then seen by each of them.
-        processed = self._process(log_probs).expand(strategy.width, -1)
-        running = torch.tensor(strategy.scores, dtype=torch.float32, device=self._device)
-        accumulated = (processed + running[:, None]).view(-1)
+        processed = self._process(log_probs)
+        is_first = len(processed) < strategy.width
+        accumulated = (processed + running if is_first else processed.add_(running)).reshape(-1)
         count = min(strategy.num_candidates, accumulated.numel())
         if is_beam_sampling(self._group.request):
             scores, flat = self._draw(accumulated, count)
@@ -69,11 +89,11 @@ class CandidateSource:
 
     def _draw(self, accumulated: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """``count`` candidates without replacement, best first (sorted as since transformers 5.24)."""
-        # NaN (an unusable model, reported after the download) must not reach multinomial: on CUDA it would abort.
-        probabilities = torch.nan_to_num(torch.softmax(accumulated, -1), nan=1.0)
-        drawn = torch.multinomial(probabilities, count, generator=self._generator())
+        probabilities = torch.softmax(accumulated, -1)
+        # NaN must not reach multinomial, where it would abort the process on CUDA, but must show in the candidates.
+        drawn = torch.multinomial(probabilities.nan_to_num(nan=1.0), count, generator=self._generator())
         scores, order = accumulated[drawn].sort(descending=True)
-        return scores, drawn[order]
+        return scores.masked_fill_(probabilities[:1].isnan(), torch.nan), drawn[order]
 
     def _generator(self) -> torch.Generator:
         """A stream that depends on the seed and the position only."""
@@ -98,22 +118,52 @@ class CandidateSource:
 
     def _inverse_cdf(self, log_probs: Tensor, strategy: Sampling) -> Tensor:
         """Each row's token: the first whose cumulative probability exceeds the row's uniform number."""
-        numbers = [uniform(self._seed, index, strategy.length) for index in strategy.indices]
+        position = self._length - self._group.num_prompt_tokens
+        numbers = [uniform(self._seed, index, position) for index in strategy.indices]
         cumulative = log_probs.double().exp().cumsum(-1)
-        target = torch.tensor(numbers, dtype=torch.float64, device=self._device)[:, None] * cumulative[:, -1:]
+        target = to_device(numbers, torch.float64, self._device)[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
         return tokens.clamp_(max=log_probs.shape[-1] - 1)
 
-    def follow(self, continuations: Sequence[Continuation]) -> None:
-        """Make the choice the history."""
-        if self._history is not None and continuations:
-            parents, tokens = zip(*((c.beam, c.token_id) for c in continuations), strict=True)
-            if self._history.shape[0] == 1:
-                parents = (0,) * len(parents)
-            chosen = torch.tensor([parents, tokens], device=self._device)
-            self._history = self._history[chosen[0]]
-            self._history[:, self._length] = chosen[1]
+    def foresee(self, proposal: Tensor) -> "Choice":
+        """What the strategy will choose if no sample ends, on the device; it must agree with ``select``."""
+        scores, ranks, tokens = proposal
+        ranks, tokens = ranks.long(), tokens.long()
+        strategy = self._group.strategy
+        scores = scores.float()
+        if isinstance(strategy, BeamSearch):
+            ends = (tokens[:, None] == self._eos_ids).any(1)
+            scores, order = torch.where(ends, scores + MASK, scores).sort(stable=True, descending=True)
+            order = order[: strategy.width]
+            return Choice(ranks[order], tokens[order], scores[: strategy.width])
+        return Choice(ranks, tokens, scores)
+
+    def follow(self, parents: Tensor, tokens: Tensor) -> None:
+        """Make the choice the history: [ranks] each, a rank that is continued and a token."""
+        if self._history is not None:
+            self._history_before = self._history
+            self._history = self._history[parents if self._history.shape[0] > 1 else torch.zeros_like(parents)]
+            self._history[:, self._length] = tokens
         self._length += 1
+
+    def unfollow(self) -> None:
+        """Take the last choice back."""
+        self._history = self._history_before
+        self._length -= 1
+
+
+class Choice(NamedTuple):
+    """The continuations in rank order, on the device."""
+
+    ranks: Tensor  # [width] int64: of the branch that is continued
+    tokens: Tensor  # [width] int64
+    scores: Tensor  # [width] float32
+
+
+def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Send host numbers without waiting for the device, which an upload from memory that is not pinned may do."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def unpack(rows: Sequence[Sequence[float]]) -> list[Candidate]:

@@ -107,12 +107,17 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", metavar="DEVICE", help="cuda, cpu, … (CUDA if there is one)")
     group.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     group.add_argument("--attention", choices=["auto", "triton", "torch"])
+    group.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="compile the layers first (on CUDA; --no-compile: start at once)",
+    )
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a block (16)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (what memory holds)")
     group.add_argument("--kv-memory", type=_num_bytes, metavar="SIZE", help="bytes of the pool on a CPU (2G)")
 
 
-_DECODER_OPTIONS = ("device", "dtype", "attention", "block_size", "num_blocks", "kv_memory")
+_DECODER_OPTIONS = ("device", "dtype", "attention", "compile", "block_size", "num_blocks", "kv_memory")
 
 
 def _params(options: dict[str, Any], *, sample: bool) -> Params:

@@ -1,42 +1,31 @@
 """``Decoder``: the public interface."""
 
+import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
-from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes
-from cowbeam.decoder.model_adapter import AttentionPath, ModelAdapter
+from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
+from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
 from cowbeam.decoder.self_check import check_paged_logits
 
+logger = logging.getLogger("cowbeam")
+
 Prompt = str | Sequence[int]
-
-
-class KVLayout(NamedTuple):
-    """Where a token's K/V lie: each layer's pool is ``[blocks, 2, kv_heads, block_size, head_dim]``.
-
-    ``kv_heads``, ``head_dim`` and ``item_bytes`` are None where layers differ or K and V have different widths.
-    ``pool_bytes`` is what torch holds for all layers (one scratch block included); ``per_token`` counts one token's.
-    """
-
-    layers: int
-    kv_heads: int | None
-    head_dim: int | None
-    item_bytes: int | None
-    per_token: int
-    pool_bytes: int
-
 
 DEFAULT_KV_MEMORY = 2 * 2**30  # bytes, on a CPU: memory that is never written is never taken
 
@@ -52,6 +41,8 @@ class Decoder:
         memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
         kv_memory: on a CPU, bytes of the pool (2 GiB).
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
+        compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
+            since torch keeps them on disk); None means on the Triton path on CUDA.
 
     Raises:
         ValueError: for a model that cannot be decoded over blocks, saying why, or a knob out of range.
@@ -67,14 +58,19 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        compile: bool | None = None,
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
         _check_knobs(block_size, num_blocks, memory_fraction, kv_memory)
+        if not (compile is None or isinstance(compile, bool)):
+            raise ValueError(f"compile must be True, False or None, got {shown(compile)}")
         self.model = model
         self.tokenizer = tokenizer
         self._adapter = ModelAdapter(model, _attention_path(attention, model, block_size))
-        shapes = _try_out(self._adapter, block_size)
+        if compile is None:
+            compile = self._adapter.path == "triton" and self._adapter.device.type == "cuda"
+        shapes = _try_out(self._adapter, block_size, compile=compile)
         if num_blocks is None:
             num_blocks = _blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
         try:
@@ -84,7 +80,7 @@ class Decoder:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
             ) from error
-        self.kv_layout = _kv_layout(shapes, cache.nbytes)
+        self.kv_layout = kv_layout(shapes, cache.nbytes)
         self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
 
     @classmethod
@@ -100,6 +96,7 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        compile: bool | None = None,
         **model_kwargs: Any,
     ) -> Self:
         """Load a model and its tokenizer by hub name or path; None means the default model.
@@ -126,7 +123,7 @@ class Decoder:
             if device_map is None:
                 model.to(device)
         except Exception as error:  # files can be broken in as many ways as there are libraries that read them
-            raise ValueError(f"the model {name!r:.200} cannot be loaded: {_first_line(error)}") from error
+            raise ValueError(f"the model {name!r:.200} cannot be loaded: {first_line(error)}") from error
         return cls(
             model.eval(),
             tokenizer,
@@ -135,6 +132,7 @@ class Decoder:
             memory_fraction=memory_fraction,
             kv_memory=kv_memory,
             attention=attention,
+            compile=compile,
         )
 
     @overload
@@ -218,6 +216,11 @@ class Decoder:
         self.close()
 
     @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self._running_engine().pool.block_size
+
+    @property
     def num_blocks(self) -> int:
         """Blocks of the pool."""
         return self._running_engine().pool.num_blocks
@@ -299,21 +302,6 @@ class Decoder:
         return str(text)
 
 
-def _kv_layout(shapes: Sequence[LayerShape], pool_bytes: int) -> KVLayout:
-    widths = {(shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype.itemsize) for shape in shapes}
-    per_token = kv_bytes(shapes).per_token
-    heads, key_dim, value_dim, item_bytes = widths.pop()
-    if widths or key_dim != value_dim:
-        return KVLayout(len(shapes), None, None, None, per_token, pool_bytes)
-    return KVLayout(len(shapes), heads, key_dim, item_bytes, per_token, pool_bytes)
-
-
-def _first_line(error: Exception) -> str:
-    """The message in short; it may quote what the user gave, control characters included."""
-    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    return "".join(character if character.isprintable() else "?" for character in line)
-
-
 def _is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
@@ -347,17 +335,37 @@ def _check_knobs(block_size: int, num_blocks: int | None, memory_fraction: float
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")
 
 
-def _try_out(adapter: ModelAdapter, block_size: int) -> list[LayerShape]:
+def _try_out(adapter: ModelAdapter, block_size: int, *, compile: bool) -> list[LayerShape]:
     """What the layers store, learnt from a trial step and checked against the model's own logits."""
     try:
         shapes = adapter.probe(num_tokens=2)
-        check_paged_logits(adapter, shapes, block_size)
+        adapter.fuse_linears()
+        if compile:
+            _compile_layers(adapter, shapes, block_size)
+        if not adapter.is_compiled:
+            check_paged_logits(adapter, shapes, block_size)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         name = type(adapter.model).__name__
-        raise ValueError(f"{name} cannot be decoded over KV blocks: a trial step says {_first_line(error)}") from error
+        raise ValueError(f"{name} cannot be decoded over KV blocks: a trial step says {first_line(error)}") from error
     return shapes
+
+
+def _compile_layers(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int) -> None:
+    """Compile for several rows and for one, and check the logits of both; where they are wrong, go on uncompiled."""
+    name = type(adapter.model).__name__
+    started = time.perf_counter()
+    adapter.compile_layers(shapes)
+    for num_branches in (3, 1):
+        if adapter.is_compiled:
+            logger.info("compiling the layers of %s for %s", name, "several rows" if num_branches > 1 else "one row")
+            try:
+                check_paged_logits(adapter, shapes, block_size, num_branches)
+            except ValueError as error:
+                adapter.stop_compiling(first_line(error))
+    if adapter.is_compiled:
+        logger.info("compiled the layers of %s in %.1f s", name, time.perf_counter() - started)
 
 
 def _blocks_that_fit(

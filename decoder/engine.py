@@ -12,18 +12,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.batch import Batch, Layout, lay_out
 from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
-from cowbeam.decoder.candidates import CandidateSource, unpack
+from cowbeam.decoder.candidates import CandidateSource, to_device, unpack
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
 from cowbeam.decoder.kv_cache import KVCache
+from cowbeam.decoder.lookahead import Flight, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
+from cowbeam.decoder.strategy import Continuation
 
 
 class Run:
@@ -49,11 +51,20 @@ class Engine:
     """Owns the pool, the KV cache and everything in flight. All methods are safe to call from any thread."""
 
     def __init__(
-        self, adapter: ModelAdapter, cache: KVCache, num_blocks: int, kv_bytes: KVBytes, decode_text: DecodeText
+        self,
+        adapter: ModelAdapter,
+        cache: KVCache,
+        num_blocks: int,
+        kv_bytes: KVBytes,
+        decode_text: DecodeText,
+        looks_ahead: bool | None = None,
     ) -> None:
         self._adapter = adapter
         self._cache = cache
         self._graphs = StepGraphs(adapter, cache)
+        self._lookahead = Lookahead(self._graphs, cache.block_size, cache.scratch_block)
+        # A host that computes the step itself has nothing to overlap.
+        self._looks_ahead = adapter.device.type == "cuda" if looks_ahead is None else looks_ahead
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
@@ -66,7 +77,8 @@ class Engine:
         self._runs: dict[Group, Run] = {}
         self.pool = BlockPool(self._num_blocks, self._cache.block_size)
         self._scheduler = Scheduler(self.pool)
-        self._batch = Batch(self._cache.block_size, self._adapter.device)
+        self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
+        self._flight: Flight | None = None
 
     def check_fits(self, request: Request) -> None:
         """Raises ValueError, with the numbers, if the request could never run."""
@@ -91,11 +103,12 @@ class Engine:
                 return
             self._in_turn = True
             try:
-                admitted = self._scheduler.admit()
+                # What is in flight lands first: its rows are those of the groups that run now.
+                admitted = self._scheduler.admit() if self._flight is None else []
                 if admitted:
                     self._prefill(admitted)
                 else:
-                    self._decode(list(self._scheduler.running))
+                    self._decode()
             except BaseException as error:
                 # The turn may have stopped anywhere: no state of it is worth keeping.
                 self._fail_all(error)
@@ -132,36 +145,71 @@ class Engine:
         logits = self._adapter.prefill(self._cache, prompts, tables)
         for group in groups:
             self._batch.add_prompt(group)
-        self._choose(groups, [logits[row : row + 1] for row in range(len(groups))])
+        sources = self._sources(groups)
+        rows = [logits[row : row + 1] for row in range(len(groups))]
+        flight = Flight(groups, sources, rows, [source.running for source in sources])
+        self._follow(flight, self._choose(flight))
 
-    def _decode(self, groups: Sequence[Group]) -> None:
-        inputs = self._batch.arrange(groups)
+    def _decode(self) -> None:
+        """Give every branch a token. The step after it begins before the host knows which, where that may be."""
+        flight = self._flight
+        if flight is None:
+            groups = list(self._scheduler.running)
+            layout = self._lay_out(groups)
+            flight = self._lookahead.launch(groups, self._sources(groups), self._batch.upload(layout), layout)
+        self._flight = None
+        ahead = self._lookahead.launch_next(flight, self.pool) if self._may_look_ahead(flight) else None
+        num_branches = [len(group.branches) for group in flight.groups]
+        chosen = self._choose(flight)
+        if ahead is not None and [len(continuations) for continuations in chosen] == num_branches:
+            ahead.expect(self._lay_out(flight.groups), self._cache.block_size)
+            self._flight = ahead
+        else:
+            self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
+            self._follow(flight, chosen)
+
+    def _lay_out(self, groups: Sequence[Group]) -> Layout:
+        layout = lay_out(groups)
         for group in groups:
             group.measure()
             group.decode_tokens += len(group.branches)
             self._show(self._runs[group])
-        self._cache.copy(inputs.copies)
-        logits = self._graphs.decode(inputs)
-        self._choose(groups, [_take_rows(logits, rows) for rows in inputs.rows_of_group])
+        return layout
 
-    def _choose(self, groups: Sequence[Group], logits: Sequence[Tensor]) -> None:
-        """Candidates of all groups come down in one transfer, the only one of the step."""
-        proposals = [self._runs[g].source.propose(rows) for g, rows in zip(groups, logits, strict=True)]
-        maxima = [rows.amax(-1).double() for rows in logits]
-        greatest = torch.stack([of_rows.amax() for of_rows in maxima]).expand(3, -1)
-        least = torch.stack([of_rows.amin() for of_rows in maxima]).expand(3, -1)
-        widths = [proposal.shape[1] for proposal in proposals]
-        downloaded = torch.cat([*proposals, greatest, least], 1).cpu()
-        *columns, greatest_, least_ = torch.split(downloaded, [*widths, len(groups), len(groups)], 1)
-        for i, (group, column) in enumerate(zip(groups, columns, strict=True)):
-            is_stuck = _is_stuck(group.strategy, column[0])
-            fault = _fault(float(greatest_[0, i]), float(least_[0, i]), is_stuck)
-            if fault:
+    def _may_look_ahead(self, flight: Flight) -> bool:
+        """Nothing is known that would make the next step another than the device foresees."""
+        return (
+            self._looks_ahead
+            and flight.groups == self._scheduler.running
+            and not self._scheduler.admissible()
+            and self._lookahead.may_follow(flight, self.pool)
+        )
+
+    def _sources(self, groups: Sequence[Group]) -> list[CandidateSource]:
+        return [self._runs[group].source for group in groups]
+
+    def _choose(self, flight: Flight) -> list[list[Continuation]]:
+        """Let the host choose; the continuations of each group, none where it is over."""
+        chosen: list[list[Continuation]] = []
+        for i, (group, column) in enumerate(zip(flight.groups, flight.land(), strict=True)):
+            fault = _fault(group.strategy, column[0], flight, i)
+            if group not in self._runs:  # aborted while the step was in flight
+                chosen.append([])
+            elif fault:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
+                chosen.append([])
             else:
-                self._runs[group].source.follow(group.choose(unpack(column.tolist())))
+                chosen.append(group.choose(unpack(column.tolist())))
                 if group.strategy.is_done:
                     self._finish(group)
+        return chosen
+
+    def _follow(self, flight: Flight, chosen: Sequence[Sequence[Continuation]]) -> None:
+        """Tell the sources what the host chose."""
+        for source, continuations in zip(flight.sources, chosen, strict=True):
+            if continuations:
+                parents, tokens = zip(*((c.beam, c.token_id) for c in continuations), strict=True)
+                source.follow(*to_device((parents, tokens), torch.long, self._adapter.device))
 
     def _finish(self, group: Group) -> None:
         run = self._runs[group]
@@ -171,7 +219,12 @@ class Engine:
             self._fail(group, error)
             return
         self._remove(group)
-        run.result = group.result(texts, self._adapter.path, cuda_graphs=self._graphs.is_capturing)
+        run.result = group.result(
+            texts,
+            self._adapter.path,
+            cuda_graphs=self._graphs.is_capturing,
+            compiled=self._adapter.is_compiled,
+        )
         self._show(run)
 
     def _show(self, run: Run) -> None:
@@ -195,28 +248,22 @@ class Engine:
         self._start_afresh()
 
 
-def _take_rows(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """A group's logits in rank order."""
-    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return logits[rows[0] : rows[0] + len(rows)]
-    return logits[torch.tensor(rows, device=logits.device)]
+def _fault(strategy: BeamSearch | Sampling, scores: Tensor, flight: Flight, group: int) -> str | None:
+    """What is wrong with the candidates of these scores, if anything is."""
+    if scores.isnan().any():
+        return _fault_of_logits(flight.maxima[group] if flight.maxima else flight.logits[group].amax(-1))
+    # Each sample needs its candidate; beams need one, best first, unless some are finished.
+    is_beams = isinstance(strategy, BeamSearch)
+    is_stuck = not scores[0] > -math.inf and not strategy.hypotheses if is_beams else not (scores > -math.inf).all()
+    return "the logits processors allow no token" if is_stuck else None
 
 
-def _is_stuck(strategy: BeamSearch | Sampling, scores: Tensor) -> bool:
-    """No choice is left: each sample needs its candidate; beams need one, best first, unless some are finished."""
-    if isinstance(strategy, BeamSearch):
-        return not strategy.hypotheses and not bool(scores[0] > -math.inf)
-    return not bool((scores > -math.inf).all())
-
-
-def _fault(greatest: float, least_of_rows: float, is_stuck: bool) -> str | None:
-    """What is wrong with logits whose greatest value and least row maximum are these, or with their candidates."""
-    if greatest != greatest:
+def _fault_of_logits(maxima: Tensor) -> str:
+    """Why scores are NaN. maxima [rows]."""
+    if maxima.isnan().any():
         return "the model's logits hold NaN"
-    if greatest == float("inf"):
+    if maxima.isposinf().any():
         return "the model's logits hold +inf"
-    if least_of_rows == float("-inf"):
+    if maxima.isneginf().any():
         return "a row of the model's logits has no finite value"
-    if is_stuck:
-        return "the logits processors allow no token"
-    return None
+    return "the logits processors allow no token"

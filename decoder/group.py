@@ -136,7 +136,9 @@ class Group:
             self.tree.free(branch)
         self.branches = []
 
-    def result(self, texts: Sequence[str], attention: str, *, cuda_graphs: bool = False) -> DecodeResult:
+    def result(
+        self, texts: Sequence[str], attention: str, *, cuda_graphs: bool = False, compiled: bool = False
+    ) -> DecodeResult:
         """The finished request; ``texts`` are of ``hypotheses``, in their order."""
         stats = DecodeStats(
             steps=self.steps,
@@ -149,6 +151,7 @@ class Group:
             peak_memory=self._memory(self._peak_blocks, self._peak_tokens, self._peak_copied),
             attention=attention,
             cuda_graphs=cuda_graphs,
+            compiled=compiled,
             seconds=time.perf_counter() - self._started,
         )
         pairs = zip(self.strategy.hypotheses, texts, strict=True)

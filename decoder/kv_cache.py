@@ -2,11 +2,11 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.group import KVBytes
 from cowbeam.kernels.cache_ops import copy_blocks, layer_pointers, write_kv
 
@@ -39,6 +39,7 @@ class LayerCache:
         def empty(*sizes: int) -> Tensor:
             return torch.empty(sizes, dtype=shape.dtype, device=shape.device)
 
+        self.sliding_window = shape.sliding_window
         if shape.key_dim == shape.value_dim:
             kv = empty(num_blocks, 2, shape.kv_heads, block_size, shape.key_dim)
             self.tensors = [kv]
@@ -75,14 +76,11 @@ class KVCache:
         """Bytes that torch holds for all layers, the scratch block included."""
         return sum(tensor.untyped_storage().nbytes() for layer in self.layers for tensor in layer.tensors)
 
-    def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Run the step's copies, before anything of the step is written.
+    def copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """Run the step's copies, before anything of the step is written; [copies] each, idle where both are the same.
 
         Sources are live and destinations were free, so the two are disjoint and the order does not matter.
         """
-        if not copies:
-            return
-        sources, destinations = torch.tensor(list(zip(*copies, strict=True)), device=self.layers[0].key.device)
         for tensors, pointers in self._copied_together:
             copy_blocks(tensors, sources, destinations, pointers=pointers)
 
@@ -96,3 +94,28 @@ def kv_bytes(shapes: Sequence[LayerShape]) -> KVBytes:
             windows[kept] = windows.get(kept, 0) + shape.bytes_per_token
     per_token = sum(shape.bytes_per_token for shape in shapes)
     return KVBytes(per_token, tuple((size, kept) for kept, size in windows.items()))
+
+
+class KVLayout(NamedTuple):
+    """Where a token's K/V lie: each layer's pool is ``[blocks, 2, kv_heads, block_size, head_dim]``.
+
+    ``kv_heads``, ``head_dim`` and ``item_bytes`` are None where layers differ or K and V have different widths.
+    ``pool_bytes`` is what torch holds for all layers (one scratch block included); ``per_token`` counts one token's.
+    """
+
+    layers: int
+    kv_heads: int | None
+    head_dim: int | None
+    item_bytes: int | None
+    per_token: int
+    pool_bytes: int
+
+
+def kv_layout(shapes: Sequence[LayerShape], pool_bytes: int) -> KVLayout:
+    """The layout of these layers."""
+    widths = {(shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype.itemsize) for shape in shapes}
+    per_token = kv_bytes(shapes).per_token
+    heads, key_dim, value_dim, item_bytes = widths.pop()
+    if widths or key_dim != value_dim:
+        return KVLayout(len(shapes), None, None, None, per_token, pool_bytes)
+    return KVLayout(len(shapes), heads, key_dim, item_bytes, per_token, pool_bytes)

@@ -1,231 +1,31 @@
 """Runs any transformers causal LM over blocks, with no model code touched.
 
-One attention function, registered with transformers' ``AttentionInterface``, writes the step's K/V to their slots and
-attends by the step's plan. What belongs to the step (slots, tables, plans) reaches it through a ContextVar, since not
-every model hands keyword arguments down. The model is switched to that function for the duration of a forward pass
-only: outside of one it is as its owner left it.
+The model is switched to cowbeam's attention (``attend.py``), to fused projections and to compiled layers for the
+duration of a forward pass only: outside of one it is as its owner left it.
 """
 
-import functools
 import inspect
-import sys
+import logging
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
+from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
+from cowbeam.decoder.fused_linear import FusedLinears, find_groups, plain_tensors
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
-from cowbeam.kernels.attention_torch import paged_attention_torch
-from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
-from cowbeam.kernels.prefill import packed_causal_attention
 
-AttentionPath = Literal["triton", "torch"]
+logger = logging.getLogger("cowbeam")
 
 # Two decoders may share a model, and the switch lies in the model's config: whoever finishes first would switch the
 # attention back under the other's forward pass. So one pass at a time, of all decoders.
 _SWITCH = threading.RLock()
-
-# No "flash", "sdpa" or "/" in it: transformers looks for those inside the name. It has no entry among the mask
-# functions, so transformers builds no mask for it.
-IMPLEMENTATION = "cowbeam"
-
-# On the torch path rows share one gathered copy of the blocks that all of them see.
-TORCH_ROWS_PER_WINDOW = 64
-
-
-@dataclass
-class PrefillStep:
-    """Whole prompts, packed end to end. ``block_tables`` has one row a prompt."""
-
-    cache: KVCache
-    path: AttentionPath
-    slots: Tensor
-    prompt_lengths: list[int]
-    block_tables: Tensor
-    plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
-    writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
-
-    def attend(self, call: "AttentionCall") -> Tensor:
-        """SDPA a prompt, except where scores are capped or a sink joins: those go through the paged kernel."""
-        if call.softcap is None and call.sinks is None:
-            return packed_causal_attention(
-                call.query,
-                call.key,
-                call.value,
-                self.prompt_lengths,
-                scale=call.scale,
-                sliding_window=call.sliding_window,
-            )
-        rows = _rows_per_window(call, self.path, max(self.prompt_lengths))
-        return _paged_attention(self.path, call, self.cache, self._plan(call.sliding_window, rows))
-
-    def _plan(self, sliding_window: int | None, rows_per_window: int) -> Plan:
-        """A row a token: the same table, one more visible key each."""
-        key = (sliding_window, rows_per_window)
-        if key not in self.plans:
-            counts = torch.tensor(self.prompt_lengths, device=self.block_tables.device)
-            lengths = torch.cat([torch.arange(1, n + 1) for n in self.prompt_lengths]).int()
-            self.plans[key] = build_plan(
-                self.block_tables.repeat_interleave(counts, 0),
-                lengths.to(self.block_tables.device),
-                [i == 0 for n in self.prompt_lengths for i in range(n)],
-                block_size=self.cache.block_size,
-                rows_per_window=rows_per_window,
-                sliding_window=sliding_window,
-            )
-        return self.plans[key]
-
-
-@dataclass
-class DecodeStep:
-    """One token a row. Plans are made once and shared by all layers with the same window."""
-
-    cache: KVCache
-    path: AttentionPath
-    inputs: DecodeInputs
-    plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
-    writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
-
-    @property
-    def slots(self) -> Tensor:
-        """Where the step's K/V go."""
-        return self.inputs.slots
-
-    def attend(self, call: "AttentionCall") -> Tensor:
-        """Every row over its blocks, each shared block read once."""
-        rows = _rows_per_window(call, self.path, self.inputs.widest_group)
-        key = (call.sliding_window, rows)
-        if key not in self.plans:
-            self.plans[key] = build_plan(
-                self.inputs.block_tables,
-                self.inputs.lengths,
-                self.inputs.group_starts,
-                block_size=self.cache.block_size,
-                rows_per_window=rows,
-                sliding_window=call.sliding_window,
-            )
-        return _paged_attention(self.path, call, self.cache, self.plans[key])
-
-
-@dataclass
-class ProbeStep:
-    """Notes what each layer stores; attends plainly (the outputs are not used)."""
-
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-
-
-class AttentionCall(NamedTuple):
-    """What a layer asks for. query ``[rows, heads, dim]``; key, value ``[rows, kv_heads, dim]``."""
-
-    layer: int
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    sliding_window: int | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-_STEP: ContextVar[PrefillStep | DecodeStep | ProbeStep] = ContextVar("cowbeam_step")
-
-
-def attend(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """transformers' attention signature: query ``[batch, heads, length, dim]`` → ``[batch, length, heads, dim]``."""
-    step = _STEP.get(None)
-    if step is None:
-        raise RuntimeError("the model is in the middle of a step of cowbeam in another thread; call it after that")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
-    for name in ("position_bias", "indices", "block_indices", "attn_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} attends with {name}, which cannot be paged")
-    batch, heads, length, dim = query.shape
-    call = AttentionCall(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
-        query=query.transpose(1, 2).reshape(batch * length, heads, dim),
-        key=key.transpose(1, 2).reshape(batch * length, key.shape[1], -1),
-        value=value.transpose(1, 2).reshape(batch * length, value.shape[1], -1),
-        scale=dim**-0.5 if scaling is None else scaling,
-        sliding_window=_sliding_window(module, kwargs),
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    if isinstance(step, ProbeStep):
-        step.shapes[call.layer] = _layer_shape(call)
-        out = packed_causal_attention(call.query, call.key, call.value, [batch * length], scale=call.scale)
-    else:
-        step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
-        out = step.attend(call)
-    return out.view(batch, length, heads, -1), None
-
-
-AttentionInterface.register(IMPLEMENTATION, attend)
-
-
-def _sliding_window(module: torch.nn.Module, kwargs: dict[str, Any]) -> int | None:
-    """The layer's window: the keyword if present (None means full), else the config's word on this layer.
-
-    Some models (PhiMoE, Qwen2-MoE) build a window mask without handing the window down. Others have a window in their
-    config that they never use: only the word of a model whose code masks by windows counts.
-    """
-    if "sliding_window" in kwargs:
-        window: int | None = kwargs["sliding_window"]
-        return window
-    if not _masks_by_windows(type(module).__module__):
-        return None
-    config: Any = module.config
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[module.layer_idx] != "sliding_attention":
-        return None
-    return window
-
-
-@functools.cache
-def _masks_by_windows(module_name: str) -> bool:
-    """The model's code builds sliding-window masks: read off its source, as transformers finds out such things too."""
-    return "sliding_window_causal_mask" in inspect.getsource(sys.modules[module_name])
-
-
-def _layer_shape(call: AttentionCall) -> LayerShape:
-    _, kv_heads, key_dim = call.key.shape
-    return LayerShape(kv_heads, key_dim, call.value.shape[-1], call.key.dtype, call.key.device, call.sliding_window)
-
-
-def _rows_per_window(call: AttentionCall, path: AttentionPath, widest_group: int) -> int:
-    if path == "torch":
-        return TORCH_ROWS_PER_WINDOW
-    return rows_per_window(call.query.shape[1], call.key.shape[1], widest_group)
-
-
-def _paged_attention(path: AttentionPath, call: AttentionCall, cache: KVCache, plan: Plan) -> Tensor:
-    layer = cache.layers[call.layer]
-    if path == "triton":
-        from cowbeam.kernels.attention import paged_attention  # here: the torch path works where triton is missing
-    else:
-        paged_attention = paged_attention_torch
-    return paged_attention(
-        call.query, layer.key, layer.value, plan, scale=call.scale, softcap=call.softcap, sinks=call.sinks
-    )
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
@@ -249,6 +49,12 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} cannot be decoded over KV blocks: it does not use transformers' attention interface")
 
 
+def first_line(error: Exception) -> str:
+    """The message in short; it may quote what the user gave, control characters included."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return "".join(character if character.isprintable() else "?" for character in line)
+
+
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
 
@@ -266,6 +72,16 @@ class ModelAdapter:
         configs = (getattr(module, "config", None) for module in model.modules())
         self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._attention_modules: list[torch.nn.Module] = []
+        self._fused = FusedLinears([])
+        self._compiled: CompiledLayers | None = None
+        self._addresses: list[int] = []
+        self.weights_version = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Decode steps run compiled layers."""
+        return self._compiled is not None
 
     @property
     def max_length(self) -> int | None:
@@ -284,20 +100,62 @@ class ModelAdapter:
 
     def probe(self, num_tokens: int) -> list[LayerShape]:
         """One plain forward pass that tells what each layer stores."""
-        step = ProbeStep()
-        token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
-        positions = torch.arange(num_tokens, device=self.device)[None]
-        self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        step = self._probe(num_tokens)
         if any(shape.device != self.device for shape in step.shapes.values()):
             raise ValueError("the model's layers lie on several devices: cowbeam decodes on one")
         layers = sorted(step.shapes)
         if not layers or layers != list(range(len(layers))):
             name = type(self.model).__name__
             raise ValueError(f"{name} cannot be decoded over KV blocks: its attention layers are numbered {layers}")
+        self._attention_modules = [step.modules[layer] for layer in layers]
         return [step.shapes[layer] for layer in layers]
+
+    def _probe(self, num_tokens: int) -> ProbeStep:
+        step = ProbeStep()
+        token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
+        positions = torch.arange(num_tokens, device=self.device)[None]
+        self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        return step
+
+    def follow_weights(self) -> None:
+        """Raise ``weights_version`` if tensors of the model lie elsewhere than before: captured steps read the old.
+
+        What changed in place is seen without. Asked once a prefill, since it takes about half a millisecond.
+        """
+        with _SWITCH:
+            self._fused.refresh()
+            addresses = [tensor.data_ptr() for tensor in plain_tensors(self.model)]
+            if addresses != self._addresses:
+                self._addresses = addresses
+                self.weights_version += 1
+
+    def fuse_linears(self) -> None:
+        """Compute Linears that read the same input as one product, from now on."""
+        fused = FusedLinears(find_groups(self.model, lambda: self._probe(2)))
+        self._fused = fused
+        try:
+            self._probe(2)
+        except RuntimeError as error:  # a model may view an output as only a tensor of its own can be viewed
+            self._fused = FusedLinears([])
+            logger.warning("%s decodes without fused projections: %s", type(self.model).__name__, first_line(error))
+
+    def compile_layers(self, shapes: Sequence[LayerShape], backend: str = "inductor") -> None:
+        """Run decode steps by compiled layers from now on; the steps that follow compile them, where that works."""
+        layers = find_layers(self.model, self._attention_modules)
+        if not layers:
+            logger.warning("%s decodes without compiled layers: it has no list of them", type(self.model).__name__)
+            return
+        kinds = [(type(layer), shape.sliding_window) for layer, shape in zip(layers, shapes, strict=True)]
+        self._compiled = CompiledLayers(layers, kinds, self._attention_modules, backend)
+
+    def stop_compiling(self, reason: str) -> None:
+        """Run decode steps by the model's own layers again."""
+        logger.warning("%s decodes without compiled layers: %s", type(self.model).__name__, reason)
+        self._compiled = None
 
     def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> Tensor:
         """Compute whole prompts, each once, packed; logits ``[prompts, vocabulary]`` of their last tokens."""
+        self.follow_weights()
         lengths = [len(prompt) for prompt in prompts]
         columns = max(len(table) for table in tables)
         padded = torch.tensor([[*table, *[0] * (columns - len(table))] for table in tables], dtype=torch.int32)
@@ -311,7 +169,22 @@ class ModelAdapter:
         return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
 
     def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
-        """One token a row; logits ``[rows, vocabulary]``."""
+        """The step's copies, then one token a row; logits ``[rows, vocabulary]``."""
+        cache.copy(inputs.copy_sources, inputs.copy_destinations)
+        if self._compiled is not None:
+            try:
+                with _SWITCH, self._compiled.in_place():
+                    return self._decode(cache, inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # compilers fail in many ways; what fails without them too is raised below
+                if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    raise  # compiled before; whatever it is, this capture is lost
+                # torch wraps what a compiler raises, and names the compiler in the first line.
+                self.stop_compiling(first_line(getattr(error, "inner_exception", error)))
+        return self._decode(cache, inputs)
+
+    def _decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
         step = DecodeStep(cache, self.path, inputs)
         return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 
@@ -330,12 +203,12 @@ class ModelAdapter:
     ) -> Tensor:
         """``last``: the positions whose logits are wanted, None for all."""
         keep = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
-        token = _STEP.set(step)
+        token = STEP.set(step)
         try:
-            with torch.inference_mode(), self._implementation(IMPLEMENTATION):
+            with torch.inference_mode(), self._implementation(IMPLEMENTATION), self._fused.in_place():
                 out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
         finally:
-            _STEP.reset(token)
+            STEP.reset(token)
         logits: Tensor = out.logits
         return logits if last is None or keep else logits[:, last]
 

@@ -50,7 +50,8 @@ class DecodeStats:
     ``steps``: forward passes it took part in. ``prefill_tokens``: prompt tokens computed, each once.
     ``decode_tokens``: generated tokens computed. ``peak_blocks`` and ``peak_memory``: of this request alone.
     ``attention``: the path its steps took ("triton" or "torch"). ``cuda_graphs``: they were replayed, not launched
-    kernel by kernel. ``seconds``: from the call to the result, waiting for a place included.
+    kernel by kernel. ``compiled``: by layers that torch compiled. ``seconds``: from the call to the result, waiting for
+    a place included.
     """
 
     steps: int
@@ -63,6 +64,7 @@ class DecodeStats:
     peak_memory: MemoryUse
     attention: str
     cuda_graphs: bool
+    compiled: bool
     seconds: float
 
 

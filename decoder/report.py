@@ -1,5 +1,6 @@
 """What the command line shows: the search as it runs, the completions, the memory it took."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -38,11 +39,11 @@ class Progress:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A spinner while the body runs."""
+        """A spinner while the body runs, which tells what cowbeam logs meanwhile."""
         if not self._console.is_terminal:
             yield
             return
-        with self._console.status(f"{what} …"):
+        with self._console.status(f"{what} …") as status, _logged(lambda text: status.update(f"{text} …")):
             yield
 
     @contextmanager
@@ -53,6 +54,26 @@ class Progress:
             return
         with Live(console=self._console, transient=True, refresh_per_second=10) as live:
             yield lambda frame: live.update(_frame_table(frame, max_new_tokens))
+
+
+@contextmanager
+def _logged(show: Callable[[str], None]) -> Iterator[None]:
+    """Show what is logged as information inside the body. No handler: one of ours would keep warnings from stderr."""
+
+    def look(record: logging.LogRecord) -> bool:
+        if record.levelno == logging.INFO:
+            show(record.getMessage())
+        return True
+
+    logger = logging.getLogger("cowbeam")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addFilter(look)
+    try:
+        yield
+    finally:
+        logger.removeFilter(look)
+        logger.setLevel(level)
 
 
 def _frame_table(frame: Frame, max_new_tokens: int) -> Table:

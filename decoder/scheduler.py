@@ -45,12 +45,19 @@ class Scheduler:
 
     def admit(self) -> list[Group]:
         """Move from waiting to running what fits now, in order; the caller computes their prompts."""
+        admitted = self.admissible()
+        for _ in admitted:
+            self.waiting.popleft()
+        self.running.extend(admitted)
+        return admitted
+
+    def admissible(self) -> list[Group]:
+        """What ``admit`` would move now."""
         admitted: list[Group] = []
         reserved = sum(worst_case_blocks(group.request, self._pool.block_size) for group in self.running)
         rows = sum(group.strategy.width for group in self.running)
         prompt_tokens = 0
-        while self.waiting:
-            group = self.waiting[0]
+        for group in self.waiting:
             reserved += worst_case_blocks(group.request, self._pool.block_size)
             rows += group.strategy.width
             prompt_tokens += group.num_prompt_tokens
@@ -59,8 +66,7 @@ class Scheduler:
                 break
             if prompt_tokens > MAX_PREFILL_TOKENS and admitted:
                 break
-            admitted.append(self.waiting.popleft())
-        self.running.extend(admitted)
+            admitted.append(group)
         return admitted
 
     def remove(self, group: Group) -> None:

@@ -5,7 +5,7 @@ import random
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.batch import Batch, lay_out
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
@@ -20,16 +20,16 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_HALF = 0.2
 
 
-def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int) -> None:
+def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int, num_branches: int = 3) -> None:
     """Decode a short prompt through a fork and compare. Raises ValueError if the logits differ.
 
-    A prompt of odd length is prefilled, forked in the middle of a block and each of three branches given other tokens:
+    A prompt of odd length is prefilled, forked in the middle of a block and each of the branches given other tokens:
     a write into the shared block, a read of another branch's or a wrong one of several copies shows.
     """
     rng = random.Random(0)
     vocabulary = adapter.vocabulary_size
     prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
-    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(3)]
+    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(num_branches)]
     error = _relative_error(adapter, shapes, block_size, prompt, appended)
     tolerance = TOLERANCE.get(shapes[0].dtype, TOLERANCE_HALF)
     if not error <= tolerance:
@@ -70,16 +70,15 @@ def _paged_logits(
     pool = BlockPool(worst_case_blocks(request, block_size), block_size)
     group = Group(request, pool, KVBytes(1, ()))
     cache = KVCache(shapes, pool.num_blocks, block_size)
-    batch = Batch(block_size, adapter.device)
+    batch = Batch(block_size, adapter.device, cache.scratch_block)
     group.plant()
     batch.add_prompt(group)
     first = adapter.prefill(cache, [prompt], [group.branches[0].block_table])[0]
     logits = [[first] for _ in appended]
     for step in range(steps):
         group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])
-        inputs = batch.arrange([group])
-        cache.copy(inputs.copies)
-        out = adapter.decode(cache, inputs)
-        for rank, row in enumerate(inputs.rows_of_group[0]):
+        layout = lay_out([group])
+        out = adapter.decode(cache, batch.upload(layout))
+        for rank, row in enumerate(layout.rows_of_group[0]):
             logits[rank].append(out[row])
     return logits

@@ -53,44 +53,48 @@ class _Captured:
         self._graph = torch.cuda.CUDAGraph()
         rows, device = bucket.rows, adapter.device
         self._padding_slot = cache.scratch_block * cache.block_size
-        self._inputs = DecodeInputs(
+        self.inputs = DecodeInputs(
             token_ids=torch.zeros(rows, dtype=torch.long, device=device),
             positions=torch.zeros(rows, dtype=torch.long, device=device),
             slots=torch.full((rows,), self._padding_slot, dtype=torch.long, device=device),
             lengths=torch.zeros(rows, dtype=torch.int32, device=device),
             block_tables=torch.zeros(rows, bucket.columns, dtype=torch.int32, device=device),
             group_starts=torch.ones(rows, dtype=torch.bool, device=device),
-            rows_of_group=[],
+            copy_sources=torch.full((rows,), cache.scratch_block, dtype=torch.long, device=device),
+            copy_destinations=torch.full((rows,), cache.scratch_block, dtype=torch.long, device=device),
             widest_group=bucket.widest_group,
-            copies=[],
         )
 
     def load(self, inputs: DecodeInputs) -> None:
         """Copy the step into the buffers; rows behind it become padding."""
         rows, columns = inputs.block_tables.shape
-        mine = self._inputs
+        mine = self.inputs
         for static, now in (
             (mine.token_ids, inputs.token_ids),
             (mine.positions, inputs.positions),
             (mine.slots, inputs.slots),
             (mine.lengths, inputs.lengths),
             (mine.group_starts, inputs.group_starts),
+            (mine.copy_sources, inputs.copy_sources),
+            (mine.copy_destinations, inputs.copy_destinations),
         ):
             static[:rows] = now
         mine.block_tables[:rows, :columns] = inputs.block_tables
         mine.lengths[rows:] = 0
         mine.slots[rows:] = self._padding_slot
         mine.group_starts[rows:] = True
+        mine.copy_sources[rows:] = self._cache.scratch_block
+        mine.copy_destinations[rows:] = self._cache.scratch_block
 
     def capture(self) -> None:
         """Run the loaded step once, which compiles its kernels, then capture it. Both only repeat the same writes."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._adapter.decode(self._cache, self._inputs)
+            self._adapter.decode(self._cache, self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._logits = self._adapter.decode(self._cache, self._inputs)
+            self._logits = self._adapter.decode(self._cache, self.inputs)
 
     def replay(self, rows: int) -> Tensor:
         """Logits of the loaded step, ``[rows, vocabulary]``, valid until the next replay."""
@@ -99,29 +103,51 @@ class _Captured:
 
 
 class StepGraphs:
-    """Decodes by captured steps where that works, else eagerly."""
+    """Decodes by captured steps where that works, else eagerly.
+
+    ``inputs`` are those of the last step, where the next one may find its own: who advances them in place need not send
+    a step's inputs from the host (`decode_again`).
+    """
+
+    inputs: DecodeInputs
 
     def __init__(self, adapter: ModelAdapter, cache: KVCache) -> None:
         self._adapter = adapter
         self._cache = cache
+        self._step: _Captured | None = None  # the last one, where it was captured
+        self._rows = 0
         self._captured: dict[_Bucket, _Captured] = {}
+        self._weights_version = adapter.weights_version
         self._pool: Any = None  # of graph memory, shared: only one graph runs at a time
         self.is_capturing = adapter.path == "triton" and adapter.device.type == "cuda"
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """One token a row; logits ``[rows, vocabulary]``, valid until the next call."""
+        if self._weights_version != self._adapter.weights_version:
+            self._captured.clear()  # they read memory that may be another's by now
+            self._weights_version = self._adapter.weights_version
         bucket = _Bucket.of(inputs) if self.is_capturing else None
-        if bucket is None:
-            return self._adapter.decode(self._cache, inputs)
-        step = self._captured.get(bucket)
-        if step is None:
-            step = self._capture(bucket, inputs)
-            if step is None:
-                return self._adapter.decode(self._cache, inputs)
-        else:
+        step = self._captured.get(bucket) if bucket else None
+        if step is not None:
             step.load(inputs)
-        return step.replay(len(inputs.token_ids))
+        elif bucket is not None:
+            step = self._capture(bucket, inputs)
+        self._step, self._rows = step, len(inputs.token_ids)
+        self.inputs = inputs if step is None else step.inputs
+        return self.decode_again()
+
+    @torch.inference_mode()
+    def decode_again(self) -> Tensor:
+        """The step that ``inputs`` now hold."""
+        if self._step is None:
+            return self._adapter.decode(self._cache, self.inputs)
+        return self._step.replay(self._rows)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens for which a row of ``inputs.block_tables`` has columns."""
+        return self.inputs.block_tables.shape[1] * self._cache.block_size
 
     def _capture(self, bucket: _Bucket, inputs: DecodeInputs) -> _Captured | None:
         if self._pool is None:

@@ -37,14 +37,18 @@ def write_kv(
         return
     memo = {} if memo is None else memo
     for new, cache in ((key, key_cache), (value, value_cache)):
-        layout = (*cache.shape, *cache.stride())
+        layout = (cache.shape, cache.stride())
         lines = memo.get(layout)
         if lines is None:
             lines = memo[layout] = _lines(slots, cache)
-        dim = cache.shape[3]
-        last_line = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True))
-        table = cache.as_strided((last_line // dim + 1, dim), (dim, 1))
-        table.index_copy_(0, lines, new.reshape(-1, dim))
+        table = cache.as_strided((_last_line(cache) + 1, cache.shape[3]), (cache.shape[3], 1))
+        table.index_copy_(0, lines, new.reshape(-1, cache.shape[3]))
+
+
+def _last_line(cache: Tensor) -> int:
+    """The cache is a table of vectors of `dim` elements, in which it has every so many lines: the last one's number."""
+    (blocks, heads, offsets, dim), (block, head, offset, _) = cache.shape, cache.stride()
+    return ((blocks - 1) * block + (heads - 1) * head + (offsets - 1) * offset) // dim
 
 
 def _lines(slots: Tensor, cache: Tensor) -> Tensor:
@@ -76,7 +80,10 @@ def copy_blocks(
 
         copy_blocks_triton(layers, sources, destinations, layer_pointers(layers) if pointers is None else pointers)
         return
-    sources, destinations = sources.long(), destinations.long()
+    busy = sources != destinations
+    if not busy.any():
+        return
+    sources, destinations = sources[busy].long(), destinations[busy].long()
     for layer in layers:
         layer.index_copy_(0, destinations, layer.index_select(0, sources))
 

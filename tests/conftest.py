@@ -7,3 +7,14 @@ threads that wait for their fellows ten times slower than one thread alone.
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _looking_ahead() -> None:
+    """``COWBEAM_TEST_LOOKAHEAD=1`` runs the tests with steps in flight, as on CUDA."""
+    if os.environ.get("COWBEAM_TEST_LOOKAHEAD") == "1":
+        from cowbeam.decoder.engine import Engine
+
+        Engine.__init__.__defaults__ = (True,)

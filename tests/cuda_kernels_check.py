@@ -34,6 +34,7 @@ from cowbeam.kernels.reference import (
     write_kv_reference,
 )
 from forests import Rows, relative_error
+from test_advance import Walk
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHAPES = [(2048, 16), (8192, 16), (8192, 64), (32768, 8)]  # prompt tokens, branches
@@ -194,6 +195,9 @@ def check_rest(seed: int) -> dict[str, tuple[float, float]]:
                 q.double(), k.double(), v.double(), lengths, scale=0.09, sliding_window=window
             )
             errors[f"prefill {dtype}, window {window}"] = (relative_error(out, exact), bound)
+    for index, block_size in enumerate((1, 8, 16, 64)):
+        Walk(seed + index, block_size, "cuda").go(30)  # asserts
+        errors[f"advance_rows, block_size {block_size}"] = (0.0, 0.0)
     for name, (error, _) in errors.items():
         print(f"{error:9.2e}  {name}", flush=True)
     return errors

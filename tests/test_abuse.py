@@ -170,7 +170,7 @@ def test_what_a_long_request_widened_is_given_back():
     decoder = Decoder(make_model("llama", FAMILIES["llama"]), block_size=1, num_blocks=2048)
     decoder.generate([1] * 500, BEAMS)
     decoder.generate(PROMPT, BEAMS)
-    assert decoder._engine._batch._tables.shape[1] <= 32
+    assert decoder._engine._batch.tables.shape[1] <= 32
 
 
 def test_a_pool_beyond_memory_is_one_sentence():

@@ -4,6 +4,7 @@ The tests of this file therefore run as a subprocess of one test (`test_in_the_i
 """
 
 import dataclasses
+import inspect
 import os
 import subprocess
 import sys
@@ -23,10 +24,11 @@ if not INTERPRETED:
 else:
     import torch
 
-    from cowbeam.kernels import attention, cache_ops, cache_ops_triton, plan, plan_triton
+    from cowbeam.kernels import advance_triton, attention, cache_ops, cache_ops_triton, plan, plan_triton
     from cowbeam.kernels.plan import Plan, build_plan
     from cowbeam.kernels.reference import copy_blocks_reference, paged_attention_reference, write_kv_reference
     from forests import Rows, relative_error
+    from test_advance import Walk
     from test_attention import check
 
     pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
@@ -178,6 +180,15 @@ else:
         copy_blocks_reference(truth, sources, destinations)
         for layer, expected in zip(layers, truth, strict=True):
             assert torch.equal(layer, expected)
+
+    @pytest.mark.parametrize("seed", range(3))
+    def test_advance_kernel(seed, monkeypatch):
+        def advance(parents, tokens, **tensors):
+            names = list(inspect.signature(advance_triton.advance_rows_triton).parameters)[2:]
+            return advance_triton.advance_rows_triton(parents, tokens, *(tensors[name] for name in names))
+
+        monkeypatch.setattr("test_advance.advance_rows", advance)
+        Walk(seed, block_size=(1, 4, 16)[seed]).go(10)
 
     def test_reference_agrees_with_dense_softmax():
         """The oracle itself, against one line of torch on contiguous keys."""

@@ -7,13 +7,18 @@ import pytest
 from cowbeam.decoder.blocks import Block, BlockId, BlockPool, OutOfBlocksError, block_table
 
 
-def test_ids_are_handed_out_in_order_and_reused_last_in_first_out():
+def test_ids_are_handed_out_in_order_and_reused_first_in_first_out():
+    """So that what comes next is known before it is known what is freed."""
     pool = BlockPool(4, 16)
     blocks = [pool.allocate(None) for _ in range(3)]
     assert [block.block_id for block in blocks] == [0, 1, 2]
-    pool.release(blocks[0])
+    assert pool.upcoming(1) == [3]
     pool.release(blocks[2])
-    assert [pool.allocate(None).block_id for _ in range(3)] == [2, 0, 3]
+    pool.release(blocks[0])
+    assert pool.upcoming(2) == [3, 2]
+    assert [pool.allocate(None).block_id for _ in range(3)] == [3, 2, 0]
+    with pytest.raises(AssertionError, match="1 ids asked for, 0 are free"):
+        pool.upcoming(1)
 
 
 def test_releasing_the_last_block_releases_the_whole_table():

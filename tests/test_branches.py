@@ -227,7 +227,7 @@ def test_who_copies_and_who_writes_in_place():
     tree.free(third)
     tree.free(second)
     assert tree.num_blocks == 2
-    assert [forest.pool.allocate(None).block_id for _ in range(4)] == [3, 4, 1, 5]
+    assert [forest.pool.allocate(None).block_id for _ in range(4)] == [5, 1, 4, 3]
 
 
 def test_a_fork_at_a_block_boundary_copies_nothing():

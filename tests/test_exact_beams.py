@@ -139,7 +139,7 @@ def test_greedy_takes_the_greatest_logit() -> None:
     logits[0, 5] = 1e-9
     group = Group(Request((1,), BeamSearchParams(num_beams=1), frozenset(), seed=None), BlockPool(8, 4), KVBytes(1, ()))
     group.plant()
-    ((_, _, token),) = CandidateSource(group, torch.device("cpu")).propose(logits).T.tolist()
+    ((_, _, token),) = CandidateSource(group, torch.device("cpu")).propose(logits, torch.zeros(1)).T.tolist()
     assert token == 5
 
 

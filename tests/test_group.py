@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from cowbeam.decoder.batch import Batch
+from cowbeam.decoder.batch import Batch, lay_out
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.outputs import MemoryUse
@@ -220,11 +220,11 @@ def test_beam_indices_lead_back_to_the_prompt():
 def test_a_step_that_does_not_fit_is_noticed_before_anything_changes():
     """Three beams share a half-full block: two copies. With one free block nothing may be half done."""
     group = make_group(BeamSearchParams(num_beams=3, num_return_sequences=3), num_blocks=3)
-    batch = Batch(4, torch.device("cpu"))
+    batch = Batch(4, torch.device("cpu"), scratch_block=99)
     batch.add_prompt(group)
     group.choose(beams((0, 11), (0, 12), (0, 13)))
     with pytest.raises(AssertionError, match="the step needs 2 blocks, 1 are free"):
-        batch.arrange([group])
+        lay_out([group])
     assert [branch.num_slots for branch in group.branches] == [5, 5, 5]
     assert [branch.block_table for branch in group.branches] == [[0, 1]] * 3
     assert group.tree.num_cow_copies == 0
@@ -233,11 +233,15 @@ def test_a_step_that_does_not_fit_is_noticed_before_anything_changes():
 
 def test_a_step_that_fits_exactly_runs():
     group = make_group(BeamSearchParams(num_beams=3, num_return_sequences=3), num_blocks=4)
-    batch = Batch(4, torch.device("cpu"))
+    batch = Batch(4, torch.device("cpu"), scratch_block=99)
     batch.add_prompt(group)
     group.choose(beams((0, 11), (0, 12), (0, 13)))
-    inputs = batch.arrange([group])
-    assert [(copy.source, copy.destination) for copy in inputs.copies] == [(1, 2), (1, 3)]
+    layout = lay_out([group])
+    inputs = batch.upload(layout)
+    assert layout.copies == [(1, 2), (1, 3), None]
+    assert inputs.copy_sources.tolist() == [1, 1, 99]
+    assert inputs.copy_destinations.tolist() == [2, 3, 99]
+    assert inputs.slots.tolist() == layout.slots(4)
     assert group.tree.pool.num_free == 0
     for row, branch in enumerate(group.branches):
         assert inputs.block_tables[row, :2].tolist() == branch.block_table

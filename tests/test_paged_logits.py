@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.batch import DecodeInputs
-from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.group import Group
@@ -32,6 +31,7 @@ class Watch:
         assert engine is not None
         self.decoder = decoder
         self.engine: Engine = engine
+        engine._looks_ahead = False  # the host's branches must be those of the step that is looked at
         self.adapter = engine._adapter
         self.steps = self.rows = self.copies = self.shared_blocks = 0
         self._decode, self._prefill = engine._graphs.decode, self.adapter.prefill
@@ -60,7 +60,7 @@ class Watch:
         return logits
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
-        """Slots are reserved and copies made; each branch's newest slot is still to be written."""
+        """Slots are reserved; the step's copies and each branch's newest slot are still to be written."""
         self.decoder.check_integrity()
         branches = [branch for group in self.groups for branch in group.branches]
         self.poison(self.engine._cache, unwritten={branch: branch.num_slots - 1 for branch in branches})
@@ -75,7 +75,7 @@ class Watch:
         self.check_rows(inputs)
         self.steps += 1
         self.rows += len(branches)
-        self.copies += len(inputs.copies)
+        self.copies += int((inputs.copy_sources != inputs.copy_destinations).sum())
         return logits
 
     def check_rows(self, inputs: DecodeInputs) -> None:
@@ -137,7 +137,7 @@ def test_every_step_equals_a_full_recompute(family: str, block_size: int) -> Non
     assert decoder.num_free_blocks == decoder.num_blocks
 
 
-def without_copies(cache: KVCache, copies: list[BlockCopy]) -> None:
+def without_copies(cache: KVCache, sources: Tensor, destinations: Tensor) -> None:
     """The bug of xLLM #1984: copy-on-write decided, and not run on this back end."""
 
 

@@ -29,7 +29,7 @@ Answer = dict[str, Any]
 
 def open_sessions(model: str | None = None, *, device: str | None = None, dtype: str | None = None) -> Sessions:
     """Load the model and start the engine thread. Raises ValueError or FileNotFoundError, in one sentence."""
-    first = Decoder.from_pretrained(model, device=device, dtype=dtype, block_size=8, num_blocks=8)
+    first = Decoder.from_pretrained(model, device=device, dtype=dtype, block_size=8, num_blocks=8, compile=False)
     sessions = Sessions(EngineThread(Decoders(first)))
     sessions.keep_recorded(Settings.from_values(recorded_run()["records"][0]["settings"]))
     return sessions

@@ -30,7 +30,11 @@ class Decoders:
         key = (settings.block_size, num_blocks)
         if key not in self._kept:
             self._kept[key] = Decoder(
-                self.first.model, self.first.tokenizer, block_size=settings.block_size, num_blocks=num_blocks
+                self.first.model,
+                self.first.tokenizer,
+                block_size=settings.block_size,
+                num_blocks=num_blocks,
+                compile=False,  # a visitor waits for the first token, not for the thousandth
             )
         self._kept.move_to_end(key)
         while len(self._kept) > MAX_KEPT:

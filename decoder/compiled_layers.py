@@ -1,0 +1,93 @@
+"""The model's layers, compiled for decode steps: torch fuses norms, rotary positions, activations and residuals.
+
+One compilation serves all layers of a kind and all numbers of rows (and one more serves a single row). The layers are
+compiled each by itself, not the model as a whole, which would take minutes. Attention is one opaque operator in them.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+LayerForward = Callable[..., Any]
+
+# An attention module's attribute while its layer runs compiled: the layer's number, as a tensor on the CPU. A plain
+# int would be a constant of the compiled code, which then would serve one layer only.
+NUMBER = "_cowbeam_number"
+
+
+class CompiledLayers:
+    """Compiled forward passes of a model's layers, and the switch that puts them in place.
+
+    Args:
+        layers: the decoder layers.
+        kinds: one hashable a layer; layers of one kind differ in their weights only.
+        attention_modules: the one inside each layer, in the same order.
+        backend: of ``torch.compile``.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        kinds: Sequence[Any],
+        attention_modules: Sequence[nn.Module],
+        backend: str = "inductor",
+    ) -> None:
+        compiled = {kind: _compile(type(layer), backend) for layer, kind in zip(layers, kinds, strict=True)}
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = [
+            (layer.__dict__, "forward", partial(_forward, compiled[kind], layer))
+            for layer, kind in zip(layers, kinds, strict=True)
+        ]
+        for number, module in enumerate(attention_modules):
+            self._attributes.append((module.__dict__, NUMBER, torch.tensor(number)))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The layers run compiled inside the body; outside they are as their owner left them."""
+        try:
+            for attributes, name, value in self._attributes:
+                attributes[name] = value
+            yield
+        finally:
+            for attributes, name, _ in self._attributes:
+                attributes.pop(name, None)
+
+
+def _compile(layer_type: type[nn.Module], backend: str) -> LayerForward:
+    """A compiled form of the class's forward pass, the layer being its first argument.
+
+    The code object is this one's own: torch keeps at most 8 compilations of one, which several models would use up.
+    """
+    own = types.FunctionType(_run.__code__.replace(co_name=f"decode_{layer_type.__name__}"), globals())
+    compiled: LayerForward = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    return compiled
+
+
+def _run(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return type(layer).forward(layer, *args, **kwargs)
+
+
+def _forward(compiled: LayerForward, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    rows = len(tensors[0])
+    for tensor in tensors:
+        if len(tensor) == rows > 1:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    return compiled(layer, args, kwargs)
+
+
+def find_layers(model: nn.Module, attention_modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that hold one attention module each and lie side by side in a list; [] if there are no such."""
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList):
+            continue
+        inside = [(layer, set(map(id, layer.modules()))) for layer in module]
+        found = [layer for attention in attention_modules for layer, modules in inside if id(attention) in modules]
+        if len(found) == len(attention_modules) == len(set(map(id, found))):
+            return found
+    return []
