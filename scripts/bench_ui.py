@@ -107,7 +107,7 @@ def measure_drawing(decoders: Decoders) -> dict[str, Any]:
     with open_page(engine) as (page, _, browser):
         start(page, DRAWN)
         page.evaluate("Object.assign(cowbeam, { drawn: 0, drawMs: 0, slowest: 0 })")
-        browser.start_tracing(page=page, path=trace, categories=["toplevel", "devtools.timeline"])
+        browser.start_tracing(page=page, path=trace, categories=["disabled-by-default-lighthouse"])
         wait_until_done(page)
         browser.stop_tracing()
         drawn, total, slowest = page.evaluate("[cowbeam.drawn, cowbeam.drawMs, cowbeam.slowest]")

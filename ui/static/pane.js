@@ -76,6 +76,12 @@ class Pane {
     this.mark('pool', 'tables');
   }
 
+  /* The address panel tells of the block that this step copied. */
+  showCopy() {
+    const copy = this.state && this.frame.ev.find(event => event[0] === 'cow');
+    if (copy) this.select(copy[3], Infinity, false);
+  }
+
   unpin() {
     const { inspector } = this;
     inspector.isPinned = !inspector.isPinned;

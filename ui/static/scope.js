@@ -160,7 +160,7 @@ class Scope {
     const { clock } = this, all = change => { for (const pane of this.panes) change(pane); this.showButtons(); };
     return {
       home: () => clock.go(1), prev: () => clock.step(-1), next: () => clock.step(1), play: () => clock.toggle(), live: () => clock.goLive(),
-      ncow: () => clock.nextCow(), pcow: () => clock.previousCow(),
+      ncow: () => { clock.nextCow(); this.pane.showCopy(); }, pcow: () => { clock.previousCow(); this.pane.showCopy(); },
       fit: () => all(pane => { pane.fitAll = !pane.fitAll; pane.panels.tree.heights.clear(); pane.mark('tree'); }),
       log: () => all(pane => { pane.logScale = !pane.logScale; pane.mark('memory'); }),
       tour: () => this.lessons.open('tour'), budget: () => this.lessons.open('budget'), whatif: () => this.lessons.open('whatif'),
