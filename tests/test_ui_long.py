@@ -78,9 +78,7 @@ def test_each_mode_is_what_transformers_gives(visitor, mode):
         {"prompt": "Name a river.", "mode": mode, "width": 4, "max_new_tokens": 12, "seed": 5, "temperature": 0.9},
     )
     visitor.press("compare with transformers")
-    visitor.page.wait_for_function(
-        "() => document.querySelector('[data-o=check]').classList.contains('good')", timeout=60_000
-    )
+    visitor.page.wait_for_function("() => document.querySelector('[data-o=check]').classList.contains('good')")
 
 
 def test_random_starts_stops_reloads_and_closed_tabs_leave_every_block_free(demo, browser):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from gradio_client import Client
+from playwright.sync_api import expect
 
 from ui_server import SCOPE, Visitor, running_browser, running_demo
 
@@ -121,7 +122,28 @@ def test_generate_again_leaves_the_run_before(visitor, demo):
     visitor.page.wait_for_function("() => cowbeam.pane.store.start.steps === 9 && cowbeam.root.dataset.done")
     assert visitor.eval("cowbeam.shown.length") == 1
     assert visitor.breaches() == []
-    assert demo[1].engine.num_waiting == 0
+    assert demo[1].ask(lambda decoders: decoders.num_live_blocks).result(30) == 0
+
+
+def test_the_address_of_a_token_is_shown_pinned_and_found_by_keyboard(visitor):
+    """Token → logical block → table entry → slot → byte offset, in the recorded run; a pin outlives the step."""
+    visitor.eval("cowbeam.clock.go(40)")
+    pane = visitor.page.locator(".pane").first
+    pane.get_by_label("Branch of the token").select_option("2")
+    pane.get_by_label("Position of the token").fill("21")
+    size, head_dim, item, heads = 8, 64, 4, 3
+    block = visitor.eval("cowbeam.pane.state.tabs[2][2]")
+    shown = [pane.locator(f"[data-o={name}]").inner_text() for name in ("alogical", "atable", "aslot", "abytes")]
+    key = block * 2 * heads * size * head_dim * item + 5 * head_dim * item
+    assert shown == ["2, 5", f"[2] → {block}", str(block * size + 5), f"K {key:,}"]
+    visitor.press("Next step")
+    assert pane.locator("[data-o=atokensub]").inner_text().startswith("b2, position 21")
+    pane.locator("[data-b=unpin]").click()
+    assert pane.locator("[data-b=unpin]").get_attribute("aria-pressed") == "false"
+    box = pane.locator("canvas[data-c=tables]").bounding_box()
+    visitor.page.mouse.move(box["x"] + 60, box["y"] + 100)
+    assert pane.locator("[data-o=atable]").inner_text().startswith("[0] → ")
+    assert pane.locator("[data-b=unpin]").inner_text() == "pin"
 
 
 def test_stop_ends_within_a_step_and_a_second_visitor_sees_the_queue(visitor, demo, browser):
@@ -204,8 +226,8 @@ def test_phone(demo, browser, scheme):
 
 def test_a_link_fills_the_form(demo, browser):
     visitor = Visitor(browser, demo[0] + "?prompt=Hello&mode=greedy&max_new_tokens=7&width=3")
-    assert visitor.page.input_value("#prompt textarea") == "Hello"
-    assert visitor.page.input_value("#max_new_tokens input[type=number]") == "7"
+    expect(visitor.page.locator("#prompt textarea")).to_have_value("Hello")
+    expect(visitor.page.locator("#max_new_tokens input[type=number]")).to_have_value("7")
     visitor.generate()
     visitor.wait_until_done()
     link = visitor.eval("cowbeam.files.link")

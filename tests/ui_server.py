@@ -73,6 +73,7 @@ class Visitor:
         self.url = url
         self.context = browser.new_context(**{**options, **context})
         self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(90_000)  # a busy machine is slow, not wrong
         self.errors: list[str] = []
         self.outside: list[str] = []
         self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
@@ -117,7 +118,7 @@ class Visitor:
 
     def wait_until_done(self) -> None:
         """Until the run is over."""
-        self.page.wait_for_selector(f"{SCOPE}[data-done]", timeout=60_000)
+        self.page.wait_for_selector(f"{SCOPE}[data-done]")
 
     def press(self, name: str) -> None:
         """A button of the component."""

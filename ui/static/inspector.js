@@ -2,7 +2,7 @@
 
 class Inspector {
   constructor(pane) {
-    this.pane = pane; this.place = null; this.position = null; this.isPinned = false;
+    this.pane = pane; this.place = null; this.position = null; this.isPinned = false; this.isHeld = false;
     this.spark = new Surface(pane.canvas('spark'));
     pane.output('atplace').addEventListener('change', e => pane.select(+e.target.value, this.position, true));
     pane.output('atposition').addEventListener('input', e => { if (e.target.value !== '') pane.select(this.place, +e.target.value, true); });
@@ -10,11 +10,14 @@ class Inspector {
 
   forgetLook() { this.spark.forgetSize(); }
 
-  /* Keeps a pinned token in view as far as it exists at this step; else the newest token of the best branch. */
+  /* A pinned token stays as far as it exists at this step, a held one (pointed at) until the step changes; else the
+     newest token of the best branch. */
   settle() {
     const { store, state } = this.pane, best = store.best(state);
     if (best === undefined) { this.place = null; return; }
-    if (!this.isPinned || this.place === null || state.live[this.place] === null) { this.place = best; if (!this.isPinned) this.position = Infinity; }
+    const isChosen = this.isPinned || this.isHeld;
+    if (!isChosen || this.place === null || state.live[this.place] === null) this.place = best;
+    if (!isChosen) this.position = Infinity;
     this.shown = Math.max(0, Math.min(state.len[this.place] - 1, this.position ?? Infinity));
   }
 

@@ -31,6 +31,7 @@ class Pane {
     const step = Math.max(1, Math.min(this.store.last, t));
     if (this.state?.t !== step) this.wrongEntry = this.wrongPlaces = null;
     this.state = this.store.at(step); this.shownAt = performance.now();
+    this.inspector.isHeld = false;
     showFigures(this); showBranches(this); showEvents(this); this.inspector.show();
     this.mark('pool', 'tables', 'tree', 'memory');
   }
@@ -69,10 +70,8 @@ class Pane {
   /* Shows where a token lies; `pin` keeps it. */
   select(place, position, pin) {
     if (!this.state || this.state.live[place] == null || this.inspector.isPinned && !pin) return;
-    Object.assign(this.inspector, { place, position, isPinned: pin || this.inspector.isPinned });
-    const kept = this.inspector.isPinned;
-    this.inspector.isPinned = true; this.inspector.show(); this.inspector.isPinned = kept;
-    if (pin) this.inspector.show();
+    Object.assign(this.inspector, { place, position, isHeld: true, isPinned: pin || this.inspector.isPinned });
+    this.inspector.show();
     this.mark('pool', 'tables');
   }
 
@@ -110,7 +109,7 @@ class Pane {
       };
       canvas.addEventListener('pointermove', e => use(e, false));
       canvas.addEventListener('click', e => use(e, true));
-      canvas.addEventListener('pointerleave', () => { this.setHover({}); if (this.state && !this.inspector.isPinned) this.inspector.show(); });
+      canvas.addEventListener('pointerleave', () => { this.setHover({}); this.inspector.isHeld = false; if (this.state) this.inspector.show(); });
     };
     on(pool, (x, y) => this.inBlock(this.panels.pool.blockAt(x, y)));
     on(tables, (x, y) => this.panels.tables.at(x, y));
