@@ -7,7 +7,6 @@ in the browser. Nothing asks an outside host, nothing of a run is kept in the br
 import os
 
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import sys
