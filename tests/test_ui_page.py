@@ -182,6 +182,10 @@ def test_lessons(visitor):
     assert visitor.data("budget") == "fits,fits,fits"
     slider.evaluate("(s) => { s.value = 110; s.dispatchEvent(new Event('input')); }")
     assert visitor.data("budget") == "fails,fails,fits"
+    slider.evaluate("(s) => { s.value = 40; s.dispatchEvent(new Event('input')); }")
+    visitor.page.get_by_test_id("run-budget").click()
+    visitor.page.wait_for_selector("text=may need 109 blocks of 8 tokens, but the pool has 40")
+    assert visitor.breaches() == [], "what was on screen stays, and can still be asked about"
     visitor.eval("cowbeam.clock.go(20)")
     visitor.press("What if?")
     visitor.page.get_by_test_id("corrupt").click()

@@ -25,7 +25,7 @@ class Feed {
   /* One record. False where one before it is missing. */
   take(pane, side, record) {
     const { scope } = this;
-    if (record.type === 'start') { pane.isWaiting = false; pane.begin(record); scope.runBegun(record, side); return true; }
+    if (record.type === 'start') { pane.isWaiting = false; pane.shownRun = pane.run; pane.begin(record); scope.runBegun(record, side); return true; }
     if (record.type === 'queued') { scope.note(record.ahead ? `waiting: ${plural(record.ahead, 'run')} ahead of you` : side ? 'the second run starts' : 'starting'); return true; }
     if (record.type === 'end') {
       if (!pane.isWaiting) pane.store.end = record;

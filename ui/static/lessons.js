@@ -7,7 +7,7 @@ class Lessons {
     const { scope } = this;
     if (this.current?.name === name) return this.close();
     this.close();
-    if (name === 'tour' && scope.pane.run !== 'example') {
+    if (name === 'tour' && scope.pane.shownRun !== 'example') {
       const example = await scope.server.example({});
       scope.files.openExample(example, { play: false });
     }

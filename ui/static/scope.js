@@ -173,7 +173,7 @@ class Scope {
   async check() {
     const badge = this.output('check');
     this.verdict = 'asked'; badge.className = 'badge'; setText(badge, 'transformers is decoding …');
-    const answer = await this.server.check({ run: this.pane.run }).catch(() => ({ error: 'the server did not answer' }));
+    const answer = await this.server.check({ run: this.pane.shownRun }).catch(() => ({ error: 'the server did not answer' }));
     this.verdict = answer; badge.className = `badge ${answer.ok ? 'good' : 'bad'}`;
     setText(badge, answer.sentence ?? answer.error);
     this.pane.measuredCopies = answer.cache_bytes ?? null;

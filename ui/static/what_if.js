@@ -41,7 +41,7 @@ class WhatIfLesson {
     const { scope } = this, { pane } = scope, { store, state } = pane, places = store.byRank(state), column = +this.column.value, other = store.whereIs(state, +this.block.value);
     if (!other) return;
     this.ask.disabled = true; this.answer.replaceChildren(make('p', '', 'the decoder is led up to this step …'));
-    const request = { run: pane.run, step: state.t, rank: state.rank[+this.place.value], column, other_rank: state.rank[other.place], other_column: other.column };
+    const request = { run: pane.shownRun, step: state.t, rank: state.rank[+this.place.value], column, other_rank: state.rank[other.place], other_column: other.column };
     const answer = await scope.server.what_if(request).catch(() => ({ error: 'the server did not answer' }));
     this.ask.disabled = false;
     if (pane.state.t !== request.step || scope.lessons.current !== this) return;
