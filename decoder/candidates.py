@@ -7,7 +7,7 @@ Everything here sees branches in rank order, as transformers does: ties and draw
 token``. Results stay on the device; the engine downloads those of all groups at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
-from cowbeam.decoder.sampling import Sampling, uniform
+from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.strategy import Candidate
 
 
@@ -39,24 +39,39 @@ class CandidateSource:
             self._history[0, : self._length] = torch.tensor(group.request.prompt_token_ids, device=device)
 
     @property
-    def running(self) -> Tensor:
-        """The strategy's scores on the device, [width] float32."""
-        return to_device(self._group.strategy.scores, torch.float32, self._device)
+    def is_beams(self) -> bool:
+        """The strategy is a beam search."""
+        return isinstance(self._group.strategy, BeamSearch)
 
-    def propose(self, logits: Tensor, running: Tensor) -> Tensor:
+    @property
+    def given(self) -> Tensor:
+        """What the next ``propose`` needs beside the logits, on the device.
+
+        Beams: their scores, [width] float32. Samples: each one's uniform number, [width] float64.
+        """
+        strategy = self._group.strategy
+        if isinstance(strategy, BeamSearch):
+            return to_device(strategy.scores, torch.float32, self._device)
+        if self._group.request.is_greedy:
+            return torch.empty(0, device=self._device)
+        position = self._length - self._group.num_prompt_tokens
+        numbers = [uniform(self._seed, index, position) for index in strategy.indices]
+        return to_device(numbers, torch.float64, self._device)
+
+    def propose(self, logits: Tensor, given: Tensor) -> Tensor:
         """Candidates in float64, [3, candidates]: score, rank, token id (all exact in float64).
 
         Unusable logits (NaN, +inf, a row without a finite value) show as a score that is NaN.
 
         Args:
             logits: [ranks, vocabulary] in rank order; [1, vocabulary] at the first choice.
-            running: [ranks] float32, the beams' scores.
+            given: what ``given`` gave for this position.
         """
         strategy = self._group.strategy
         logits = logits.float()
         if isinstance(strategy, BeamSearch):
-            return self._beam_candidates(strategy, self._log_softmax(logits), running[:, None])
-        return self._one_a_sample(strategy, self._process(logits))
+            return self._beam_candidates(strategy, self._log_softmax(logits), given[:, None])
+        return self._one_a_sample(self._process(logits), given)
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """Into a buffer of this request: megabytes allocated anew each step would be faulted in anew."""
@@ -107,23 +122,31 @@ class CandidateSource:
         assert seed is not None, "a request that draws has a seed"
         return seed
 
-    def _one_a_sample(self, strategy: Sampling, processed: Tensor) -> Tensor:
-        log_probs = torch.log_softmax(processed, -1).expand(len(strategy.indices), -1)
+    def _one_a_sample(self, processed: Tensor, numbers: Tensor) -> Tensor:
+        log_probs = torch.log_softmax(processed, -1)
         # Greedy takes the greatest logit: two that differ can have equal log-probs.
-        is_greedy = self._group.request.is_greedy
-        tokens = processed.argmax(-1) if is_greedy else self._inverse_cdf(log_probs, strategy)
+        if self._group.request.is_greedy:
+            tokens = processed.argmax(-1)
+        else:
+            log_probs = log_probs.expand(len(numbers), -1)
+            tokens = _inverse_cdf(log_probs, numbers)
         scores = log_probs.gather(1, tokens[:, None])[:, 0]
         ranks = torch.arange(len(tokens), device=self._device)
         return torch.stack([scores.double(), ranks.double(), tokens.double()])
 
-    def _inverse_cdf(self, log_probs: Tensor, strategy: Sampling) -> Tensor:
-        """Each row's token: the first whose cumulative probability exceeds the row's uniform number."""
-        position = self._length - self._group.num_prompt_tokens
-        numbers = [uniform(self._seed, index, position) for index in strategy.indices]
-        cumulative = log_probs.double().exp().cumsum(-1)
-        target = to_device(numbers, torch.float64, self._device)[:, None] * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-        return tokens.clamp_(max=log_probs.shape[-1] - 1)
+    def signature(self, width: int) -> Hashable:
+        """Sources of one signature do the same to ``width`` ranks, launch for launch; None if that is not so.
+
+        (Processors look at a history that grows, and draws of beams at a generator.)
+        """
+        if self._history is not None or is_beam_sampling(self._group.request):
+            return None
+        return (type(self._group.strategy), self._group.request.is_greedy, width, self._group.request.eos_ids)
+
+    @property
+    def buffers(self) -> list[Tensor | None]:
+        """What ``propose`` and ``foresee`` read and write of this source's own."""
+        return [self._log_probs, self._eos_ids]
 
     def foresee(self, proposal: Tensor) -> "Choice":
         """What the strategy will choose if no sample ends, on the device; it must agree with ``select``."""
@@ -150,6 +173,14 @@ class CandidateSource:
         """Take the last choice back."""
         self._history = self._history_before
         self._length -= 1
+
+
+def _inverse_cdf(log_probs: Tensor, numbers: Tensor) -> Tensor:
+    """Each row's token: the first whose cumulative probability exceeds the row's uniform number."""
+    cumulative = log_probs.double().exp().cumsum(-1)
+    target = numbers[:, None] * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    return tokens.clamp_(max=log_probs.shape[-1] - 1)
 
 
 class Choice(NamedTuple):

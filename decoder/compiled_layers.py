@@ -48,14 +48,22 @@ class CompiledLayers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The layers run compiled inside the body; outside they are as their owner left them."""
+        """The layers run compiled inside the body; outside they are as their owner left them.
+
+        A layer that its owner gave a forward pass of its own keeps it.
+        """
+        placed: list[tuple[dict[str, Any], str]] = []
         try:
             for attributes, name, value in self._attributes:
-                attributes[name] = value
-            yield
+                if name not in attributes:
+                    attributes[name] = value
+                    placed.append((attributes, name))
+            # By default torch goes on with code that knows nothing of a hook which came later.
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+                yield
         finally:
-            for attributes, name, _ in self._attributes:
-                attributes.pop(name, None)
+            for attributes, name in placed:
+                del attributes[name]
 
 
 def _compile(layer_type: type[nn.Module], backend: str) -> LayerForward:

@@ -16,10 +16,11 @@ from cowbeam.decoder.batch import Batch, Layout, lay_out
 from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.candidates import CandidateSource, to_device, unpack
+from cowbeam.decoder.choice_graph import Flight
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
 from cowbeam.decoder.kv_cache import KVCache
-from cowbeam.decoder.lookahead import Flight, Lookahead
+from cowbeam.decoder.lookahead import Landing, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.sampling import Sampling
@@ -146,9 +147,9 @@ class Engine:
         for group in groups:
             self._batch.add_prompt(group)
         sources = self._sources(groups)
-        rows = [logits[row : row + 1] for row in range(len(groups))]
-        flight = Flight(groups, sources, rows, [source.running for source in sources])
-        self._follow(flight, self._choose(flight))
+        rows = list(torch.arange(len(groups), device=logits.device)[:, None])
+        flight = Flight(list(groups), sources, logits, rows, [source.given for source in sources])
+        self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
 
     def _decode(self) -> None:
         """Give every branch a token. The step after it begins before the host knows which, where that may be."""
@@ -158,11 +159,14 @@ class Engine:
             layout = self._lay_out(groups)
             flight = self._lookahead.launch(groups, self._sources(groups), self._batch.upload(layout), layout)
         self._flight = None
-        ahead = self._lookahead.launch_next(flight, self.pool) if self._may_look_ahead(flight) else None
+        if self._may_look_ahead(flight):
+            landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
+        else:
+            landing, ahead = self._lookahead.land(flight), None
         num_branches = [len(group.branches) for group in flight.groups]
-        chosen = self._choose(flight)
+        chosen = self._choose(flight, landing)
         if ahead is not None and [len(continuations) for continuations in chosen] == num_branches:
-            ahead.expect(self._lay_out(flight.groups), self._cache.block_size)
+            landing.check(self._lay_out(flight.groups), self._cache.block_size)
             self._flight = ahead
         else:
             self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
@@ -188,18 +192,18 @@ class Engine:
     def _sources(self, groups: Sequence[Group]) -> list[CandidateSource]:
         return [self._runs[group].source for group in groups]
 
-    def _choose(self, flight: Flight) -> list[list[Continuation]]:
+    def _choose(self, flight: Flight, landing: Landing) -> list[list[Continuation]]:
         """Let the host choose; the continuations of each group, none where it is over."""
         chosen: list[list[Continuation]] = []
-        for i, (group, column) in enumerate(zip(flight.groups, flight.land(), strict=True)):
-            fault = _fault(group.strategy, column[0], flight, i)
+        for group, (columns, maxima) in zip(flight.groups, landing.candidates(), strict=True):
+            fault = _fault(group.strategy, columns[0], maxima)
             if group not in self._runs:  # aborted while the step was in flight
                 chosen.append([])
             elif fault:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
                 chosen.append([])
             else:
-                chosen.append(group.choose(unpack(column.tolist())))
+                chosen.append(group.choose(unpack(columns.tolist())))
                 if group.strategy.is_done:
                     self._finish(group)
         return chosen
@@ -248,10 +252,10 @@ class Engine:
         self._start_afresh()
 
 
-def _fault(strategy: BeamSearch | Sampling, scores: Tensor, flight: Flight, group: int) -> str | None:
-    """What is wrong with the candidates of these scores, if anything is."""
+def _fault(strategy: BeamSearch | Sampling, scores: Tensor, maxima: Tensor) -> str | None:
+    """What is wrong with the candidates of these scores, if anything is. maxima: of the logits, [rows]."""
     if scores.isnan().any():
-        return _fault_of_logits(flight.maxima[group] if flight.maxima else flight.logits[group].amax(-1))
+        return _fault_of_logits(maxima)
     # Each sample needs its candidate; beams need one, best first, unless some are finished.
     is_beams = isinstance(strategy, BeamSearch)
     is_stuck = not scores[0] > -math.inf and not strategy.hypotheses if is_beams else not (scores > -math.inf).all()

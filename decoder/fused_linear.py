@@ -22,8 +22,9 @@ class LinearGroup:
     ``weight`` is ``[sum of outputs, inputs]``; ``bias`` is None if none of them has one.
     """
 
-    def __init__(self, members: Sequence[nn.Linear]) -> None:
+    def __init__(self, members: Sequence[nn.Linear], workspace: tuple[Tensor, Tensor] | None = None) -> None:
         self.members = tuple(members)
+        self._workspace = workspace
         self.sizes = [member.out_features for member in members]
         self._last = len(members) - 1
         self._input: Tensor | None = None
@@ -43,14 +44,16 @@ class LinearGroup:
 
     @property
     def is_current(self) -> bool:
-        """The members' parameters are still views of ``weight`` and ``bias``, which their owner may have changed."""
-        return all(_address(parameters.get(name)) == address for parameters, name, address in self._places)
+        """The members' parameters are views of ``weight`` and ``bias`` yet: their owner may have put others there."""
+        return all(_address(parameters.get(name)) == address for parameters, name, address in self._places) and not any(
+            "forward" in member.__dict__ for member in self.members
+        )
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Member ``index``'s output for ``x``. The first to ask computes it for all; the last one ends it."""
         if x is not self._input:
             self._input = x
-            self._parts = torch.split(nn.functional.linear(x, self.weight, self.bias), self.sizes, -1)
+            self._parts = torch.split(_product(x, self.weight, self.bias, self._workspace), self.sizes, -1)
         part = self._parts[index]
         if index == self._last:
             self.forget()
@@ -60,6 +63,35 @@ class LinearGroup:
         """Let go of input and outputs."""
         self._input = None
         self._parts = ()
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: tuple[Tensor, Tensor] | None) -> Tensor:
+    """``nn.functional.linear``; few rows by the kernel whose workspace is given."""
+    if workspace is None:
+        return nn.functional.linear(x, weight, bias)
+    if torch.compiler.is_compiling():
+        out: Tensor = _opaque_product(x.reshape(-1, x.shape[-1]), weight, bias, *workspace)
+    else:
+        out = _few_rows_product(x.reshape(-1, x.shape[-1]), weight, bias, *workspace)
+    return out.view(*x.shape[:-1], -1)
+
+
+def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None, partial: Tensor, counters: Tensor) -> Tensor:
+    from cowbeam.kernels.skinny_linear import MAX_ROWS, skinny_linear  # here: triton may be missing
+
+    if len(x) > MAX_ROWS:
+        return nn.functional.linear(x, weight, bias)
+    return skinny_linear(x, weight, bias, partial, counters)
+
+
+# Compiled code serves any number of rows, so it cannot choose by it. The workspace is not said to change, or torch
+# would copy it; nobody else reads it.
+_opaque_product = torch.library.custom_op("cowbeam::few_rows_product", _few_rows_product, mutates_args=())
+
+
+@_opaque_product.register_fake
+def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 def _address(parameter: Tensor | None) -> int | None:
@@ -80,8 +112,8 @@ class _Share:
 class FusedLinears:
     """All groups of a model, and the switch that puts them in place of their members."""
 
-    def __init__(self, groups: Sequence[Sequence[nn.Linear]]) -> None:
-        self.groups = [LinearGroup(members) for members in groups]
+    def __init__(self, groups: Sequence[Sequence[nn.Linear]], workspace: tuple[Tensor, Tensor] | None = None) -> None:
+        self.groups = [LinearGroup(members, workspace) for members in groups]
         if any(group.weight.is_cuda for group in self.groups):
             torch.cuda.empty_cache()  # the members' own tensors: their pieces are too small for anything fused
         self._list_shares()
@@ -120,8 +152,13 @@ class FusedLinears:
                 group.forget()
 
 
-def find_groups(model: nn.Module, forward_pass: Callable[[], Any]) -> list[list[nn.Linear]]:
-    """The Linears that got the very same tensor in ``forward_pass``, with what it held still the same."""
+def find_groups(
+    model: nn.Module, forward_pass: Callable[[], Any], *, singles_too: bool = False
+) -> list[list[nn.Linear]]:
+    """The Linears that got the very same tensor in ``forward_pass``, with what it held still the same.
+
+    ``singles_too``: the others follow, each by itself; those whose weight another module has too among them.
+    """
     called: Counter[nn.Linear] = Counter()
     inputs: dict[int, tuple[Tensor, Tensor, list[nn.Linear]]] = {}  # keeps the tensors, so that no id comes twice
 
@@ -150,6 +187,10 @@ def find_groups(model: nn.Module, forward_pass: Callable[[], Any]) -> list[list[
             if called[linear] == 1:
                 by_kind.setdefault(_kind(linear), []).append(linear)
         groups += [members for members in by_kind.values() if len(members) > 1]
+    if singles_too:
+        grouped = {member for members in groups for member in members}
+        every = (module for module in model.modules() if isinstance(module, nn.Linear))
+        groups += [[linear] for linear in every if linear not in grouped and _is_fusible(linear, set())]
     return groups
 
 
@@ -189,18 +230,14 @@ def _overlapping_parameters(model: nn.Module) -> set[int]:
     """ids of the parameters whose memory another module or another tensor has too: to move them would untie them."""
     found: set[int] = set()
     end, last = 0, None  # of the memory seen so far, and whose end it is
-    for tensor in sorted(plain_tensors(model), key=lambda tensor: tensor.data_ptr()):
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    plain = [tensor for _, tensor in named if type(tensor) in (nn.Parameter, Tensor)]
+    for tensor in sorted(plain, key=lambda tensor: tensor.data_ptr()):
         if last is not None and tensor.nbytes and (tensor is last or tensor.data_ptr() < end):
             found |= {id(last), id(tensor)}
         if last is None or tensor.data_ptr() + tensor.nbytes > end:
             end, last = tensor.data_ptr() + tensor.nbytes, tensor
     return found
-
-
-def plain_tensors(model: nn.Module) -> list[Tensor]:
-    """Every module's parameters and buffers, shared ones once a module, without tensors of special kinds."""
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [tensor for _, tensor in named if type(tensor) in (nn.Parameter, Tensor)]
 
 
 def _one_tensor(parameters: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
-from cowbeam.decoder.fused_linear import FusedLinears, find_groups, plain_tensors
+from cowbeam.decoder.fused_linear import FusedLinears, find_groups
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 
 logger = logging.getLogger("cowbeam")
@@ -58,6 +58,18 @@ def first_line(error: Exception) -> str:
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
 
+def _parts_of(model: PreTrainedModel) -> list[int]:
+    """What a captured step of the model is bound to: its tensors' addresses, its hooks, its modules' own functions."""
+    found: list[int] = []
+    for module in model.modules():
+        tensors: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
+        found += [tensor.data_ptr() for tensor in tensors if type(tensor) in (torch.nn.Parameter, Tensor)]
+        found += [*module._forward_pre_hooks, *module._forward_hooks]
+        if "forward" in module.__dict__:
+            found.append(id(module.__dict__["forward"]))
+    return found
+
+
 class ModelAdapter:
     """The model as the engine sees it: tokens and steps in, logits out."""
 
@@ -75,8 +87,8 @@ class ModelAdapter:
         self._attention_modules: list[torch.nn.Module] = []
         self._fused = FusedLinears([])
         self._compiled: CompiledLayers | None = None
-        self._addresses: list[int] = []
-        self.weights_version = 0
+        self._parts: list[int] = []
+        self.version = 0
 
     @property
     def is_compiled(self) -> bool:
@@ -117,22 +129,32 @@ class ModelAdapter:
         self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
         return step
 
-    def follow_weights(self) -> None:
-        """Raise ``weights_version`` if tensors of the model lie elsewhere than before: captured steps read the old.
+    def follow_owner(self) -> None:
+        """Raise ``version`` if the model's tensors lie elsewhere or it has other hooks than before.
 
-        What changed in place is seen without. Asked once a prefill, since it takes about half a millisecond.
+        Captured steps read the old tensors and run the old hooks then. Weights that change in place are seen without.
+        Asked once a prefill, since it takes about half a millisecond.
         """
         with _SWITCH:
             self._fused.refresh()
-            addresses = [tensor.data_ptr() for tensor in plain_tensors(self.model)]
-            if addresses != self._addresses:
-                self._addresses = addresses
-                self.weights_version += 1
+            parts = _parts_of(self.model)
+            if parts != self._parts:
+                self._parts = parts
+                self.version += 1
 
-    def fuse_linears(self) -> None:
-        """Compute Linears that read the same input as one product, from now on."""
-        fused = FusedLinears(find_groups(self.model, lambda: self._probe(2)))
-        self._fused = fused
+    def fuse_linears(self, *, skinny: bool = False) -> None:
+        """Compute Linears that read the same input as one product, from now on.
+
+        ``skinny``: all Linears, and those of few rows by a Triton kernel.
+        """
+        workspace = None
+        if skinny:
+            from cowbeam.kernels.skinny_linear import Workspace  # here: triton may be missing
+
+            made = Workspace(self.device)
+            workspace = (made.partial, made.counters)
+        groups = find_groups(self.model, lambda: self._probe(2), singles_too=skinny)
+        self._fused = FusedLinears(groups, workspace)
         try:
             self._probe(2)
         except RuntimeError as error:  # a model may view an output as only a tensor of its own can be viewed
@@ -155,7 +177,7 @@ class ModelAdapter:
 
     def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> Tensor:
         """Compute whole prompts, each once, packed; logits ``[prompts, vocabulary]`` of their last tokens."""
-        self.follow_weights()
+        self.follow_owner()
         lengths = [len(prompt) for prompt in prompts]
         columns = max(len(table) for table in tables)
         padded = torch.tensor([[*table, *[0] * (columns - len(table))] for table in tables], dtype=torch.int32)

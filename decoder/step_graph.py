@@ -43,7 +43,7 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-class _Captured:
+class CapturedStep:
     """One bucket's graph and the buffers it reads and writes."""
 
     def __init__(self, adapter: ModelAdapter, cache: KVCache, bucket: _Bucket, pool: Any) -> None:
@@ -114,45 +114,45 @@ class StepGraphs:
     def __init__(self, adapter: ModelAdapter, cache: KVCache) -> None:
         self._adapter = adapter
         self._cache = cache
-        self._step: _Captured | None = None  # the last one, where it was captured
+        self.step: CapturedStep | None = None  # the last one, where it was captured
         self._rows = 0
-        self._captured: dict[_Bucket, _Captured] = {}
-        self._weights_version = adapter.weights_version
-        self._pool: Any = None  # of graph memory, shared: only one graph runs at a time
+        self._captured: dict[_Bucket, CapturedStep] = {}
+        self._version = adapter.version
+        self.pool: Any = None  # of graph memory, shared: only one graph runs at a time
         self.is_capturing = adapter.path == "triton" and adapter.device.type == "cuda"
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """One token a row; logits ``[rows, vocabulary]``, valid until the next call."""
-        if self._weights_version != self._adapter.weights_version:
+        if self._version != self._adapter.version:
             self._captured.clear()  # they read memory that may be another's by now
-            self._weights_version = self._adapter.weights_version
+            self._version = self._adapter.version
         bucket = _Bucket.of(inputs) if self.is_capturing else None
         step = self._captured.get(bucket) if bucket else None
         if step is not None:
             step.load(inputs)
         elif bucket is not None:
             step = self._capture(bucket, inputs)
-        self._step, self._rows = step, len(inputs.token_ids)
+        self.step, self._rows = step, len(inputs.token_ids)
         self.inputs = inputs if step is None else step.inputs
         return self.decode_again()
 
     @torch.inference_mode()
     def decode_again(self) -> Tensor:
         """The step that ``inputs`` now hold."""
-        if self._step is None:
+        if self.step is None:
             return self._adapter.decode(self._cache, self.inputs)
-        return self._step.replay(self._rows)
+        return self.step.replay(self._rows)
 
     @property
     def max_length(self) -> int:
         """Tokens for which a row of ``inputs.block_tables`` has columns."""
         return self.inputs.block_tables.shape[1] * self._cache.block_size
 
-    def _capture(self, bucket: _Bucket, inputs: DecodeInputs) -> _Captured | None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        step = _Captured(self._adapter, self._cache, bucket, self._pool)
+    def _capture(self, bucket: _Bucket, inputs: DecodeInputs) -> CapturedStep | None:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        step = CapturedStep(self._adapter, self._cache, bucket, self.pool)
         step.load(inputs)
         try:
             step.capture()

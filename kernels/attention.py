@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cowbeam.kernels.attention_kernel import attention_kernel, merge_kernel
+from cowbeam.kernels.attention_kernel import attention_kernel, merge_kernel, schedule_kernel
 from cowbeam.kernels.plan import Plan, rows_per_window
 
 __all__ = ["paged_attention", "rows_per_window"]
@@ -23,6 +23,8 @@ __all__ = ["paged_attention", "rows_per_window"]
 LOG2_E = 1.4426950408889634
 # A piece of fewer tiles costs more in merging than it gains in balance.
 MIN_TILES = 4
+# Elements of partial results that a program of the merge holds in registers at once.
+MERGED_AT_ONCE = 8192
 
 
 class _Variant(NamedTuple):
@@ -42,7 +44,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per row over the keys that the plan lists; two launches, no host sync.
+    """Attention of one query per row over the keys that the plan lists; two launches a layer, no host sync.
 
     Float32 inputs are multiplied in float32 (never TF32); 16-bit inputs accumulate in float32. Slots that no row sees
     may hold anything, NaN included.
@@ -80,8 +82,8 @@ def paged_attention(
         "VALUE_PAD": value_pad,
         "LINES": variant.lines,
         "HAS_SINKS": sinks is not None,
-        "MIN_TILES": MIN_TILES,
     }
+    schedule, segments = _schedule(plan, programs, kv_heads * splits)
     attention_kernel[(programs,)](
         query,
         key_cache,
@@ -90,6 +92,7 @@ def paged_attention(
         partial_out,
         partial_lse,
         sinks,
+        schedule,
         plan.block_ids,
         plan.intervals,
         plan.spans,
@@ -100,7 +103,6 @@ def paged_attention(
         plan.window_row,
         plan.window_rows,
         plan.trunk_tiles,
-        plan.num_windows,
         scale * LOG2_E if softcap is None else scale / softcap,
         LOG2_E if softcap is None else softcap * LOG2_E,
         query.stride(0),
@@ -121,22 +123,57 @@ def paged_attention(
         num_warps=variant.warps,
         **common,
     )
+    heads_pad = triton.next_power_of_2(slot_heads)
     merge_kernel[(rows, kv_heads * splits)](
         out,
         partial_out,
         partial_lse,
         sinks,
-        plan.lengths,
-        plan.row_window,
-        plan.tile_starts,
-        plan.window_row,
-        plan.num_windows,
-        programs,
-        HEADS_PAD=triton.next_power_of_2(slot_heads),
+        segments,
+        HEADS_PAD=heads_pad,
+        PARTIALS=_partials(plan, programs, kv_heads * splits, heads_pad * value_pad),
         num_warps=4,
         **common,
     )
     return out
+
+
+def _partials(plan: Plan, programs: int, slots: int, elements: int) -> int:
+    """How many partial results the merge reads at once: about as many as a segment has, if registers hold them."""
+    windows = triton.cdiv(plan.num_rows, plan.rows_per_window)
+    expected = triton.cdiv(programs, windows * slots) + 1
+    most = max(1, MERGED_AT_ONCE // elements)
+    return min(triton.next_power_of_2(expected + 1) // 2, most)
+
+
+def _schedule(plan: Plan, programs: int, slots: int) -> tuple[Tensor, Tensor]:
+    """See `schedule_kernel`; made by the first layer of a kind, for all."""
+    key = ("schedule", programs, slots)
+    if key not in plan.memo:
+        schedule = plan.lengths.new_empty(programs, 8)
+        segments = plan.lengths.new_empty(plan.num_rows, slots, 4)
+        schedule_kernel[(plan.num_rows + triton.cdiv(programs, 128),)](
+            schedule,
+            segments,
+            plan.lengths,
+            plan.row_window,
+            plan.tile_starts,
+            plan.tile_window,
+            plan.window_row,
+            plan.window_rows,
+            plan.trunk_tiles,
+            plan.num_windows,
+            plan.num_rows,
+            programs,
+            SLOTS=slots,
+            SLOTS_PAD=triton.next_power_of_2(slots),
+            MIN_TILES=MIN_TILES,
+            CHUNK=128,
+            num_warps=1,
+        )
+        plan.memo[key] = schedule, segments
+    made: tuple[Tensor, Tensor] = plan.memo[key]
+    return made
 
 
 # Triton's interpreter multiplies bfloat16 wrongly without a word; there the kernel casts up first.

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""The two launches of `kernels/attention.py`.
+"""The launches of `kernels/attention.py`.
 
 Legend: line m of a tile is row m // HEADS of the window and query head m % HEADS of the head slot. GROUP query heads
 belong to a kv head; its SPLITS slots take HEADS of them each. `_PAD` is the next power of two, at least 16 in a dot.
@@ -54,41 +54,87 @@ def _load_keys(pointer, offset, dims, seen, DIM: tl.constexpr, PAD: tl.constexpr
         return tl.load(address)
 
 
-@triton.jit(do_not_specialize=["num_windows"])
+@triton.jit(do_not_specialize=["num_windows", "rows", "programs"])
+def schedule_kernel(
+    SCHEDULE, SEGMENTS, LENGTHS, ROW_WINDOW, TILE_STARTS, TILE_WINDOW, WINDOW_ROW, WINDOW_ROWS, TRUNK_TILES,
+    num_windows, rows, programs,
+    SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """What programs of the two kernels below need first, made once a step for all layers.
+
+    SCHEDULE [programs, 8]: unit, end of units, and of the first unit's window: number, first tile, tiles, first row,
+    rows, trunk tiles. SEGMENTS [rows, SLOTS, 4]: first and last program that compute the row's segment, the row within
+    its window, and 1 if the row has no key.
+    """
+    # Totals come from device memory, not from arguments: a captured graph must follow the plan's values.
+    units = tl.load(TILE_STARTS + num_windows) * SLOTS
+    piece = tl.maximum(MIN_TILES, tl.cdiv(units, programs))
+    if tl.program_id(0) < rows:
+        row = tl.program_id(0)
+        slot = tl.arange(0, SLOTS_PAD)
+        window = tl.load(ROW_WINDOW + row)
+        first_tile = tl.load(TILE_STARTS + window)
+        tiles = tl.load(TILE_STARTS + window + 1) - first_tile
+        first_unit = first_tile * SLOTS + slot * tiles
+        segment = SEGMENTS + (row * SLOTS + slot) * 4
+        tl.store(segment, first_unit // piece, mask=slot < SLOTS)
+        tl.store(segment + 1, (first_unit + tiles - 1) // piece, mask=slot < SLOTS)
+        tl.store(segment + 2, tl.zeros_like(slot) + row - tl.load(WINDOW_ROW + window), mask=slot < SLOTS)
+        is_empty = (tl.load(LENGTHS + row) == 0).to(tl.int32)
+        tl.store(segment + 3, tl.zeros_like(slot) + is_empty, mask=slot < SLOTS)
+    else:
+        program = (tl.program_id(0) - rows) * CHUNK + tl.arange(0, CHUNK)
+        unit = program * piece
+        exists, works = program < programs, (program < programs) & (unit < units)
+        windows = tl.load(TILE_WINDOW + unit // SLOTS, mask=works, other=0)
+        first_tiles = tl.load(TILE_STARTS + windows, mask=works, other=0)
+        schedule = SCHEDULE + program * 8
+        tl.store(schedule, unit, mask=exists)
+        tl.store(schedule + 1, tl.where(works, tl.minimum(unit + piece, units), unit), mask=exists)
+        tl.store(schedule + 2, windows, mask=exists)
+        tl.store(schedule + 3, first_tiles, mask=exists)
+        tl.store(schedule + 4, tl.load(TILE_STARTS + windows + 1, mask=works, other=0) - first_tiles, mask=exists)
+        tl.store(schedule + 5, tl.load(WINDOW_ROW + windows, mask=works, other=0), mask=exists)
+        tl.store(schedule + 6, tl.load(WINDOW_ROWS + windows, mask=works, other=0), mask=exists)
+        tl.store(schedule + 7, tl.load(TRUNK_TILES + windows, mask=works, other=0), mask=exists)
+
+
+@triton.jit
 def attention_kernel(
-    QUERY, KEYS, VALUES, OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS,
+    QUERY, KEYS, VALUES, OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, SCHEDULE,
     BLOCK_IDS, INTERVALS, SPANS, LENGTHS, FIRST_VISIBLE, TILE_STARTS, TILE_WINDOW, WINDOW_ROW, WINDOW_ROWS, TRUNK_TILES,
-    num_windows, scale, cap,
+    scale, cap,
     query_row, query_head, key_block, key_head, value_block, value_head,
     HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     ENTRY_KEYS: tl.constexpr, TILE_KEYS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
-    MIN_TILES: tl.constexpr, SAME_OFFSETS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    SAME_OFFSETS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Program p computes the units p * piece ≤ u < (p + 1) * piece of the (window, head slot, tile) space."""
     PER_TILE: tl.constexpr = TILE_KEYS // ENTRY_KEYS
     program = tl.program_id(0)
-    # Totals come from device memory, not from arguments: a captured graph must follow the plan's values.
-    units = tl.load(TILE_STARTS + num_windows) * SLOTS
-    piece = tl.maximum(MIN_TILES, tl.cdiv(units, tl.num_programs(0)))
-    unit = program * piece
-    unit_end = tl.minimum(unit + piece, units)
+    # Where it begins is looked up in one place: each look-up that waits for another costs as much as half a tile.
+    schedule = SCHEDULE + program * 8
+    unit = tl.load(schedule)
+    unit_end = tl.load(schedule + 1)
+    window = tl.load(schedule + 2)
+    first_tile = tl.load(schedule + 3)
+    tiles = tl.load(schedule + 4)
+    window_row = tl.load(schedule + 5)
+    window_rows = tl.load(schedule + 6)
+    trunk_tiles = tl.load(schedule + 7)
     line = tl.arange(0, LINES)
     key = tl.arange(0, TILE_KEYS)
     dims = tl.arange(0, HEAD_PAD)
     value_dims = tl.arange(0, VALUE_PAD)
     row = line // HEADS
     while unit < unit_end:
-        window = tl.load(TILE_WINDOW + unit // SLOTS)
-        first_tile = tl.load(TILE_STARTS + window)
-        tiles = tl.load(TILE_STARTS + window + 1) - first_tile
         slot = (unit - first_tile * SLOTS) // tiles
         begin = unit - first_tile * SLOTS - slot * tiles
         end = tl.minimum(tiles, begin + (unit_end - unit))
-        window_row = tl.load(WINDOW_ROW + window)
         head = slot % SPLITS * HEADS + line % HEADS  # within the kv head's group
-        live = (row < tl.load(WINDOW_ROWS + window)) & (head < GROUP)
+        live = (row < window_rows) & (head < GROUP)
         head += slot // SPLITS * GROUP
         length = tl.load(LENGTHS + window_row + row, mask=live, other=0)
         query_offset = (window_row + row).to(tl.int64) * query_row + head * query_head
@@ -103,7 +149,7 @@ def attention_kernel(
         keys = KEYS + (slot // SPLITS).to(tl.int64) * key_head
         values = VALUES + (slot // SPLITS).to(tl.int64) * value_head
         entry = first_tile * PER_TILE + key // ENTRY_KEYS
-        trunk_end = tl.minimum(tl.maximum(tl.load(TRUNK_TILES + window), begin), end)
+        trunk_end = tl.minimum(tl.maximum(trunk_tiles, begin), end)
         # Block ids are carried one tile ahead: looked up where they are used they would halve the pipeline's depth.
         block_id = tl.load(BLOCK_IDS + entry + begin * PER_TILE)
         span = tl.load(SPANS + entry + begin * PER_TILE)
@@ -164,28 +210,31 @@ def attention_kernel(
             )
             tl.store(PARTIAL_LSE + partial * LINES + line, lse, mask=live)
         unit += end - begin
+        if (unit < unit_end) & (unit == (first_tile + tiles) * SLOTS):
+            window = tl.load(TILE_WINDOW + unit // SLOTS)
+            first_tile = tl.load(TILE_STARTS + window)
+            tiles = tl.load(TILE_STARTS + window + 1) - first_tile
+            window_row = tl.load(WINDOW_ROW + window)
+            window_rows = tl.load(WINDOW_ROWS + window)
+            trunk_tiles = tl.load(TRUNK_TILES + window)
 
 
-@triton.jit(do_not_specialize=["num_windows", "programs"])
+@triton.jit
 def merge_kernel(
-    OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, LENGTHS, ROW_WINDOW, TILE_STARTS, WINDOW_ROW, num_windows, programs,
+    OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, SEGMENTS,
     GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
-    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, LINES: tl.constexpr, MIN_TILES: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, LINES: tl.constexpr, HAS_SINKS: tl.constexpr,
+    PARTIALS: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head slot): join the partial results of the row's segment, where it was cut; zero padding rows."""
     row = tl.program_id(0)
     slot = tl.program_id(1)
-    window = tl.load(ROW_WINDOW + row)
-    length = tl.load(LENGTHS + row)
-    first_tile = tl.load(TILE_STARTS + window)
-    tiles = tl.load(TILE_STARTS + window + 1) - first_tile
-    units = tl.load(TILE_STARTS + num_windows) * SLOTS
-    piece = tl.maximum(MIN_TILES, tl.cdiv(units, programs))
-    first_unit = first_tile * SLOTS + slot * tiles
-    first_program = first_unit // piece
-    last_program = (first_unit + tiles - 1) // piece
-    if (length == 0) | (last_program > first_program):
+    segment = SEGMENTS + (row * SLOTS + slot) * 4
+    first_program = tl.load(segment)
+    last_program = tl.load(segment + 1)
+    local_row = tl.load(segment + 2)
+    is_empty = tl.load(segment + 3)
+    if (is_empty == 1) | (last_program > first_program):
         heads = tl.arange(0, HEADS_PAD)
         value_dims = tl.arange(0, VALUE_PAD)
         head = slot % SPLITS * HEADS + heads
@@ -195,18 +244,25 @@ def merge_kernel(
         top = tl.full([HEADS_PAD], float("-inf"), tl.float32)
         total = tl.zeros([HEADS_PAD], tl.float32)
         acc = tl.zeros([HEADS_PAD, VALUE_PAD], tl.float32)
-        if length > 0:
-            line = (row - tl.load(WINDOW_ROW + window)) * HEADS + heads
-            for program in range(first_program, last_program + 1):
-                at = (2 * program + (program == first_program).to(tl.int32)) * LINES + line
-                lse = tl.load(PARTIAL_LSE + at, mask=live, other=float("-inf"))
-                out = tl.load(PARTIAL_OUT + at[:, None] * VALUE_PAD + value_dims[None, :], mask=stores, other=0.0)
-                new_top = tl.maximum(top, lse)
+        if is_empty == 0:
+            line = local_row * HEADS + heads
+            # Many at once: one after the other, each would wait for memory on its own.
+            for begin in range(first_program, last_program + 1, PARTIALS):
+                program = begin + tl.arange(0, PARTIALS)
+                counts = (program <= last_program)[:, None] & live[None, :]
+                at = (2 * program + (program == first_program).to(tl.int32))[:, None] * LINES + line[None, :]
+                lse = tl.load(PARTIAL_LSE + at, mask=counts, other=float("-inf"))
+                out = tl.load(
+                    PARTIAL_OUT + at[:, :, None] * VALUE_PAD + value_dims[None, None, :],
+                    mask=counts[:, :, None] & (value_dims < VALUE_DIM)[None, None, :],
+                    other=0.0,
+                )
+                new_top = tl.maximum(top, tl.max(lse, 0))
                 base = tl.where(new_top == float("-inf"), 0.0, new_top)
                 fade = tl.math.exp2(top - base)
-                weight = tl.math.exp2(lse - base)
-                acc = acc * fade[:, None] + out * weight[:, None]
-                total = total * fade + weight
+                weight = tl.math.exp2(lse - base[None, :])
+                acc = acc * fade[:, None] + tl.sum(out * weight[:, :, None], 0)
+                total = total * fade + tl.sum(weight, 0)
                 top = new_top
             if HAS_SINKS:
                 sink = tl.load(SINKS + head, mask=live, other=0.0).to(tl.float32)

@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -33,8 +34,10 @@ from cowbeam.decoder.attend import AttentionCall
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.kernels import skinny_linear
+from cowbeam.kernels.skinny_linear import Variant
 
-VARIANTS = ("eager", "fused", "compiled", "fused+compiled")
+VARIANTS = ("eager", "fused", "compiled", "fused+compiled", "skinny+compiled")
 TINY = dict(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2,
@@ -84,8 +87,8 @@ def without_attention() -> Iterator[None]:
 def make_adapter(model: PreTrainedModel, variant: str) -> ModelAdapter:
     adapter = ModelAdapter(model, "triton" if model.device.type == "cuda" else "torch")
     shapes = adapter.probe(2)
-    if "fused" in variant:
-        adapter.fuse_linears()
+    if "fused" in variant or "skinny" in variant:
+        adapter.fuse_linears(skinny="skinny" in variant)
     if "compiled" in variant:
         adapter.compile_layers(shapes)
     return adapter
@@ -140,9 +143,9 @@ class Timer:
         return counts
 
 
-def products(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
-    """The matrix products of one step and nothing else, members of a group as one."""
-    grouped = {member: group for group in adapter._fused.groups for member in group.members}
+def products_alone(adapter: ModelAdapter, rows: int) -> Callable[[], Any]:
+    """The matrix products of one step and nothing else by torch's own library, members of a group as one."""
+    grouped = {member for group in adapter._fused.groups for member in group.members}
     weights = [group.weight for group in adapter._fused.groups]
     weights += [m.weight for m in adapter.model.modules() if isinstance(m, nn.Linear) and m not in grouped]
     inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=w.device) for w in weights}
@@ -182,7 +185,7 @@ def run_variant(
         row["dense"] = timer.milliseconds(repeats)
         row["kernels"] = timer.kernels()
     if "fused" in variant:
-        row["products"] = Timer(products(adapter, len(inputs.token_ids))).milliseconds(repeats)
+        row["products"] = Timer(products_alone(adapter, len(inputs.token_ids))).milliseconds(repeats)
     assert counters["stats"]["unique_graphs"] == row["graphs"], "layers were compiled anew"
     return row
 
@@ -193,7 +196,7 @@ def show(rows: int, variant: str, row: dict[str, Any]) -> None:
 
     kernels = sum(row["kernels"].values())
     print(
-        f"{rows:4} {variant:14} | {ms('dense'):24} | {ms('step'):24} | {ms('products'):24} | {kernels:5} | "
+        f"{rows:4} {variant:15} | {ms('dense'):24} | {ms('step'):24} | {ms('products'):24} | {kernels:5} | "
         f"{row['compile_s']:6.1f} s ({row['graphs']} graphs, {row['cache_hits']} cached) | "
         f"{row['difference']:.1e}, max {row['max_difference']:.1e}",
         flush=True,
@@ -208,8 +211,13 @@ def run_rows(model: PreTrainedModel, rows: int, options: argparse.Namespace) -> 
         for tensor in layer.tensors:
             tensor.normal_()
     reference = eager.decode(cache, inputs).float().clone()
-    for variant in options.case or VARIANTS:
-        row = run_variant(model, variant, cache, inputs, reference, options.repeats)
+    for variant in options.case or (VARIANTS if options.device == "cuda" else VARIANTS[:4]):
+        try:
+            row = run_variant(model, variant, cache, inputs, reference, options.repeats)
+        except Exception as error:  # the other variants are worth their figures all the same
+            traceback.print_exc()
+            yield variant, {"failed": f"{type(error).__name__}: {error}"}
+            continue
         show(rows, variant, row)
         if options.list_kernels:
             for name, count in sorted(row["kernels"].items(), key=lambda item: -item[1]):
@@ -234,17 +242,22 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--skinny", metavar="OUTPUTS/INPUTS/WARPS/STAGES/PROGRAMS[/early]", help="a variant for all")
     parser.add_argument("--list-kernels", action="store_true")
     parser.add_argument("--inductor", action="append", default=[], metavar="NAME=JSON", help="an option of inductor's")
     options = parser.parse_args()
     set_inductor_options(options.inductor)
+    if options.skinny:
+        numbers = [int(part) for part in options.skinny.split("/")[:5]]
+        variant = Variant(*numbers, early=options.skinny.endswith("/early"))
+        skinny_linear.choose_variant = lambda *_: variant
     about = print_header(f"Dense part of a decode step, {options.dtype}, prompt of {options.prompt} tokens")
     found: list[dict[str, Any]] = []
     for shape in options.shape or ["llama-8b", "llama-1b", "smollm2-135m"]:
         model = make_model(shape, options.device, getattr(torch, options.dtype))
         weights = sum(p.nbytes for p in model.parameters())
         print(f"{shape}: {weights / 1e9:.2f} GB of weights")
-        print("rows variant        | dense ms                 | step ms                  | products ms              |"
+        print("rows variant         | dense ms                 | step ms                  | products ms              |"
               " kernels | compile | logits against eager")  # fmt: skip
         for rows in options.rows or [16]:
             for variant, row in run_rows(model, rows, options):
@@ -256,7 +269,7 @@ def main() -> int:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     print(json.dumps({**about, "dtype": options.dtype, "prompt": options.prompt, "cases": found}))
-    return 0
+    return 1 if any("failed" in row for row in found) else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Compiled layers give the model's own logits, compile once a kind, and leave nothing behind on the model."""
 
-import functools
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,7 +15,7 @@ from cowbeam.decoder import BeamSearchParams, Decoder
 from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import NUMBER, find_layers
-from cowbeam.decoder.kv_cache import KVCache
+from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter
 from fakes import DEVICE, FAMILIES, make_model, tiny_model
 
@@ -36,10 +35,14 @@ def _no_compilations_of_other_tests() -> Iterator[None]:
 
 
 def using(backend: Any) -> Any:
-    """Compile by another backend: the default one needs a C++ compiler here, and its time."""
-    return mock.patch.object(
-        ModelAdapter, "compile_layers", functools.partialmethod(ModelAdapter.compile_layers, backend=backend)
-    )
+    """Fuse as on CUDA, and compile by another backend: the default one needs a C++ compiler here, and its time."""
+    compile_layers = ModelAdapter.compile_layers
+
+    def fuse_and_compile(adapter: ModelAdapter, shapes: Sequence[LayerShape]) -> None:
+        adapter.fuse_linears()
+        compile_layers(adapter, shapes, backend)
+
+    return mock.patch.object(ModelAdapter, "compile_layers", fuse_and_compile)
 
 
 def decode_step(adapter: ModelAdapter, rows: int) -> Tensor:
@@ -97,14 +100,14 @@ def test_one_compilation_serves_all_layers() -> None:
     with using("eager"):
         decoder = Decoder(model, num_blocks=64, compile=True)
     assert decoder._adapter.is_compiled
-    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["stats"]["unique_graphs"] == 2, "one for a single row, one for all others"
 
 
 def test_many_models_are_compiled_side_by_side() -> None:
     """torch keeps 8 compilations of one function: each decoder's layers count for themselves."""
     with using("eager"):
         for seed in range(5):
-            model = make_model("llama", {**FAMILIES["llama"], "hidden_size": 16 + 8 * seed}, seed=seed)
+            model = make_model("llama", {**FAMILIES["llama"], "hidden_size": 16 + 8 * seed, "num_hidden_layers": 1})
             assert Decoder(model, num_blocks=64, compile=True)._adapter.is_compiled
 
 
@@ -116,7 +119,7 @@ def test_beams_are_those_of_the_models_own_layers_and_nothing_stays_on_the_model
         own = model(ids).logits
     attributes = [set(module.__dict__) for module in model.modules()]
     want = Decoder(model, num_blocks=64).generate([3, 1, 4], params)
-    with using("aot_eager"):
+    with using("eager"):
         decoder = Decoder(model, num_blocks=64, compile=True)
     got = decoder.generate([3, 1, 4], params)
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
@@ -187,6 +190,39 @@ def test_weights_that_change_are_seen_by_compiled_layers() -> None:
     got, want = decoder.generate([3, 1, 4], params), Decoder(model, num_blocks=64).generate([3, 1, 4], params)
     assert got.stats.compiled
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda _module, _inputs, output: -2 * output)
+
+
+def give_a_linear_a_forward(model: Any) -> None:
+    linear = model.model.layers[0].mlp.up_proj
+    forward = linear.forward
+    linear.forward = lambda x: -2 * forward(x)
+
+
+def give_a_layer_a_forward(model: Any) -> None:
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: -2 * forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [add_hook, give_a_linear_a_forward, give_a_layer_a_forward])
+def test_what_the_owner_adds_later_runs(change: Callable[[Any], None]) -> None:
+    """torch skips the guards on hooks by default: compiled code would go on without them."""
+    model: Any = make_model("llama", FAMILIES["llama"])
+    params = BeamSearchParams(num_beams=4, max_new_tokens=6, eos_token_id=[])
+    with using("eager"):
+        decoder = Decoder(model, num_blocks=64, compile=True)
+    before, version = decoder.generate([3, 1, 4], params), decoder._adapter.version
+    change(model)
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    got, want = decoder.generate([3, 1, 4], params), Decoder(model, num_blocks=64).generate([3, 1, 4], params)
+    assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
+    assert [c.token_ids for c in got.completions] != [c.token_ids for c in before.completions]
+    assert [dict(module.__dict__) for module in model.modules()] == attributes, "what the owner added is gone"
+    assert decoder._adapter.version > version, "captured steps would go on without"
 
 
 def test_layers_are_found_by_where_attention_lies() -> None:

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cowbeam.decoder import BeamSearchParams, Decoder
 from cowbeam.decoder.fused_linear import FusedLinears, find_groups
-from fakes import FAMILIES, make_model
+from cowbeam.decoder.model_adapter import ModelAdapter
+from fakes import FAMILIES, make_model, tiny_model
+from test_compiled_layers import TOLERANCE, decode_step
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2]
 BEAMS = BeamSearchParams(num_beams=4, max_new_tokens=8, eos_token_id=[])
@@ -25,7 +27,10 @@ def llama() -> PreTrainedModel:
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder:
-    return Decoder(model, num_blocks=64)
+    """Fused on a CPU too, where a decoder does not do it by itself."""
+    decoder = Decoder(model, num_blocks=64)
+    decoder._adapter.fuse_linears()
+    return decoder
 
 
 def fused(decoder: Decoder) -> FusedLinears:
@@ -37,9 +42,9 @@ def tokens(decoder: Decoder) -> tuple[int, ...]:
 
 
 def assert_follows(decoder: Decoder, fresh: PreTrainedModel | None = None) -> None:
-    """Its beams are those of a decoder that is made now, of ``fresh``, which is a copy of its model as it is now."""
+    """Its beams are those of an unfused decoder of ``fresh``, which is a copy of its model as it is now."""
     fresh = copy.deepcopy(decoder.model) if fresh is None else fresh
-    got, want = decoder.generate(PROMPT, BEAMS), decoder_of(fresh).generate(PROMPT, BEAMS)
+    got, want = decoder.generate(PROMPT, BEAMS), Decoder(fresh, num_blocks=64).generate(PROMPT, BEAMS)
     assert [c.token_ids for c in got.completions] == [c.token_ids for c in want.completions]
     assert got.completions[0].score == pytest.approx(want.completions[0].score, abs=1e-5)
 
@@ -61,6 +66,16 @@ def storage_bytes(model: nn.Module) -> int:
 )
 def test_finds_what_reads_the_same_input(family: str, sizes: list[list[int]]) -> None:
     assert [group.sizes for group in fused(decoder_of(make_model(family, FAMILIES[family]))).groups] == sizes
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_logits_are_those_of_separate_products(family: str) -> None:
+    separate, fused = ModelAdapter(tiny_model(family), "torch"), ModelAdapter(tiny_model(family), "torch")
+    fused.probe(2)
+    fused.fuse_linears()
+    for rows in (1, 3, 8):
+        want = decode_step(separate, rows)
+        assert float((decode_step(fused, rows) - want).norm() / want.norm()) <= TOLERANCE
 
 
 def test_parameters_are_views_of_one_tensor_and_nothing_is_kept_twice() -> None:
@@ -154,6 +169,13 @@ def hook(model: Any) -> None:
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _module, _inputs, output: output * 2)
 
 
+def own_forward(model: Any) -> None:
+    """As accelerate does where it moves weights."""
+    linear = model.model.layers[0].self_attn.q_proj
+    forward = linear.forward
+    linear.forward = lambda x: -forward(x)
+
+
 def there_and_back(model: Any) -> None:
     model.to(torch.float64).to(torch.float32)
 
@@ -169,6 +191,7 @@ def there_and_back(model: Any) -> None:
         prune,
         parametrize,
         hook,
+        own_forward,
         there_and_back,
         add_a_bias,
     ],
@@ -185,16 +208,16 @@ def test_weights_that_their_owner_replaces_are_never_stale(change: Callable[[Any
 
 def test_what_replaced_a_parameter_is_laid_together_again() -> None:
     decoder = decoder_of(llama())
-    version = decoder._adapter.weights_version
+    version = decoder._adapter.version
     replace_data(decoder.model)
     tokens(decoder)
     groups = fused(decoder).groups
     assert len(groups) == 4
     assert all(group.is_current for group in groups)
-    assert decoder._adapter.weights_version > version, "captured steps would read the old weights"
-    version = decoder._adapter.weights_version
+    assert decoder._adapter.version > version, "captured steps would read the old weights"
+    version = decoder._adapter.version
     tokens(decoder)
-    assert decoder._adapter.weights_version == version, "captured steps are thrown away for nothing"
+    assert decoder._adapter.version == version, "captured steps are thrown away for nothing"
 
 
 @pytest.mark.parametrize("safe", [True, False])
