@@ -143,7 +143,7 @@ def _partials(plan: Plan, programs: int, slots: int, elements: int) -> int:
     windows = triton.cdiv(plan.num_rows, plan.rows_per_window)
     expected = triton.cdiv(programs, windows * slots) + 1
     most = max(1, MERGED_AT_ONCE // elements)
-    return min(triton.next_power_of_2(expected + 1) // 2, most)
+    return min(int(triton.next_power_of_2(expected + 1)) // 2, most)
 
 
 def _schedule(plan: Plan, programs: int, slots: int) -> tuple[Tensor, Tensor]:

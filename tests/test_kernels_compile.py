@@ -1,0 +1,97 @@
+"""Every Triton kernel compiles for a Hopper GPU, though none is here.
+
+The interpreter runs Python: it took a variable that was a number in one branch and a vector in the other, which the
+compiler refuses.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from cowbeam.kernels import advance_triton, attention_kernel, cache_ops_triton, plan_triton
+
+HOPPER = GPUTarget("cuda", 90, 32)
+MODULES = (advance_triton, attention_kernel, cache_ops_triton, plan_triton)
+HALF = {"QUERY", "KEYS", "VALUES", "OUT", "KEY", "VALUE", "KEY_CACHE", "VALUE_CACHE", "SINKS"}
+SINGLE = {"PARTIAL_OUT", "PARTIAL_LSE"}
+LONG = {
+    "PARENTS", "TOKENS", "TOKEN_IDS", "POSITIONS", "SLOTS", "UPCOMING", "ROW_OF", "NEW_BLOCK", "COPY_SOURCES",
+    "COPY_DESTINATIONS", "POINTERS", "SOURCES", "DESTINATIONS",
+}  # fmt: skip
+
+ATTENTION = dict(
+    HEAD_DIM=128, HEAD_PAD=128, VALUE_DIM=128, VALUE_PAD=128, GROUP=4, HEADS=4, SPLITS=1, SLOTS=8, ENTRY_KEYS=16,
+    TILE_KEYS=64, LINES=64, STAGES=3, SAME_OFFSETS=True, HAS_SOFTCAP=False, HAS_WINDOW=False, HAS_SINKS=False,
+    UPCAST=False,
+)  # fmt: skip
+PLAN = dict(ENTRY_KEYS=16, PARTS=1, PER_TILE=4, WINDOW_PAD=16, ROWS_PAD=64, CHUNK=64)
+CONSTANTS: dict[str, list[dict[str, Any]]] = {
+    "schedule_kernel": [dict(SLOTS=8, SLOTS_PAD=8, MIN_TILES=4, CHUNK=128)],
+    "attention_kernel": [
+        ATTENTION,
+        ATTENTION | dict(HAS_SOFTCAP=True, HAS_WINDOW=True, HAS_SINKS=True, SAME_OFFSETS=False),
+        ATTENTION | dict(LINES=16, HEAD_DIM=80),
+    ],
+    "merge_kernel": [
+        dict(GROUP=4, HEADS=4, HEADS_PAD=4, SPLITS=1, SLOTS=8, VALUE_DIM=128, VALUE_PAD=128, LINES=64,
+             HAS_SINKS=sinks, PARTIALS=16)
+        for sinks in (False, True)
+    ],
+    "_write_kernel": [dict(BLOCK_SIZE=16, KV_HEADS=3, KV_HEADS_PAD=4, HEAD_DIM=80, VALUE_DIM=64, DIM_PAD=128)],
+    "_copy_kernel": [dict(WORDS=2048, ALIGNED=aligned) for aligned in (False, True)],
+    "advance_triton._rows_kernel": [dict(BLOCK_SIZE=16, ROWS_PAD=64, CHUNK=32)],
+    "_tables_kernel": [dict(BLOCK_SIZE=16, COLUMNS=1024)],
+    "plan_triton._rows_kernel": [PLAN | dict(HAS_WINDOW=window) for window in (False, True)],
+    "_windows_kernel": [PLAN],
+    "_tiles_kernel": [PLAN],
+    "_entries_kernel": [PLAN],
+}  # fmt: skip
+
+
+def kernels() -> Iterator[Any]:
+    for module in MODULES:
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction) and kernel.fn.__module__ == module.__name__:
+                short, long = kernel.fn.__name__, f"{module.__name__.rpartition('.')[2]}.{kernel.fn.__name__}"
+                for number, constants in enumerate(CONSTANTS.get(long, CONSTANTS.get(short, []))):
+                    yield pytest.param(kernel, constants, id=f"{long}-{number}")
+
+
+def pointer(name: str) -> str:
+    if name in HALF:
+        return "*bf16"
+    if name in SINGLE:
+        return "*fp32"
+    return "*i64" if name in LONG else "*i32"
+
+
+@pytest.mark.parametrize(("kernel", "constants"), list(kernels()))
+def test_kernel_compiles_for_hopper(kernel: Any, constants: dict[str, Any]) -> None:
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else pointer(name)
+        if name.isupper()
+        else "fp32"
+        if name in ("scale", "cap")
+        else "i32"
+        for name in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    assert compiled.asm["cubin"]
+
+
+def test_no_kernel_is_forgotten() -> None:
+    """A kernel without constants above would not be compiled; helpers without a program id are part of others."""
+    compiled = {parameter.values[0].fn.__name__ for parameter in kernels()}
+    for module in MODULES:
+        for kernel in vars(module).values():
+            if isinstance(kernel, triton.JITFunction) and kernel.fn.__module__ == module.__name__:
+                name = kernel.fn.__name__
+                assert not name.endswith("kernel") or name in compiled, f"{name} is not compiled here"
