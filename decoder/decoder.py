@@ -16,7 +16,7 @@ from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
-from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes
+from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
@@ -80,6 +80,7 @@ class Decoder:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
             ) from error
+        self.kv_layout = kv_layout(shapes, cache.nbytes)
         self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
 
     @classmethod
@@ -213,6 +214,11 @@ class Decoder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block."""
+        return self._running_engine().pool.block_size
 
     @property
     def num_blocks(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from cowbeam.decoder.branches import Branch, Event
 from cowbeam.decoder.group import Group, hypothesis_token_ids
 from cowbeam.decoder.outputs import DecodeResult, FinishReason, MemoryUse
+from cowbeam.decoder.strategy import Hypothesis
 
 DecodeText = Callable[[Sequence[int]], str]
 
@@ -31,10 +32,19 @@ class BranchFrame:
 
 @dataclass(frozen=True)
 class FinishedFrame:
-    """One finished sequence that would be returned if the search ended now."""
+    """One finished sequence that would be returned if the search ended now.
+
+    ``rank`` is that of the branch it continued, in the frame before the one it first appears in; ``token_text`` and
+    ``logprob`` are of its last token, which never gets a slot.
+    """
 
     index: int
+    rank: int
     text: str
+    token_text: str
+    logprob: float
+    cumulative_logprob: float
+    num_generated: int
     score: float
     finish_reason: FinishReason
 
@@ -68,10 +78,7 @@ def make_frame(group: Group, decode_text: DecodeText, result: DecodeResult | Non
             group.branches, tables, group.parents, group.strategy.scores, strict=True
         )
     ]
-    finished = [
-        FinishedFrame(h.index, decode_text(hypothesis_token_ids(h)), h.score, h.finish_reason)
-        for h in group.strategy.hypotheses
-    ]
+    finished = [_finished_frame(hypothesis, decode_text) for hypothesis in group.strategy.hypotheses]
     return Frame(
         step=group.steps,
         branches=tuple(branches),
@@ -99,4 +106,19 @@ def _branch_frame(
         cumulative_logprob=score,
         num_tokens=branch.num_slots,
         block_table=table,
+    )
+
+
+def _finished_frame(hypothesis: Hypothesis, decode_text: DecodeText) -> FinishedFrame:
+    token_ids = hypothesis_token_ids(hypothesis)
+    return FinishedFrame(
+        index=hypothesis.index,
+        rank=hypothesis.last.beam,
+        text=decode_text(token_ids),
+        token_text=decode_text(token_ids[-1:]),
+        logprob=hypothesis.last.logprob,
+        cumulative_logprob=hypothesis.cumulative_logprob,
+        num_generated=len(token_ids),
+        score=hypothesis.score,
+        finish_reason=hypothesis.finish_reason,
     )

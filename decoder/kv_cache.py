@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +71,11 @@ class KVCache:
                 by_size.setdefault(tensor[0].nbytes, []).append(tensor)
         self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in by_size.values()]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that torch holds for all layers, the scratch block included."""
+        return sum(tensor.untyped_storage().nbytes() for layer in self.layers for tensor in layer.tensors)
+
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Run the step's copies, before anything of the step is written; [copies] each, idle where both are the same.
 
@@ -88,3 +94,28 @@ def kv_bytes(shapes: Sequence[LayerShape]) -> KVBytes:
             windows[kept] = windows.get(kept, 0) + shape.bytes_per_token
     per_token = sum(shape.bytes_per_token for shape in shapes)
     return KVBytes(per_token, tuple((size, kept) for kept, size in windows.items()))
+
+
+class KVLayout(NamedTuple):
+    """Where a token's K/V lie: each layer's pool is ``[blocks, 2, kv_heads, block_size, head_dim]``.
+
+    ``kv_heads``, ``head_dim`` and ``item_bytes`` are None where layers differ or K and V have different widths.
+    ``pool_bytes`` is what torch holds for all layers (one scratch block included); ``per_token`` counts one token's.
+    """
+
+    layers: int
+    kv_heads: int | None
+    head_dim: int | None
+    item_bytes: int | None
+    per_token: int
+    pool_bytes: int
+
+
+def kv_layout(shapes: Sequence[LayerShape], pool_bytes: int) -> KVLayout:
+    """The layout of these layers."""
+    widths = {(shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype.itemsize) for shape in shapes}
+    per_token = kv_bytes(shapes).per_token
+    heads, key_dim, value_dim, item_bytes = widths.pop()
+    if widths or key_dim != value_dim:
+        return KVLayout(len(shapes), None, None, None, per_token, pool_bytes)
+    return KVLayout(len(shapes), heads, key_dim, item_bytes, per_token, pool_bytes)

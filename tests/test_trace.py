@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from cowbeam.decoder import BeamSearchParams, SamplingParams
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.trace import TraceWriter, trace_records
-from fakes import tiny_decoder
+from fakes import tiny_decoder, tiny_model
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 SETTINGS = [
@@ -84,3 +84,42 @@ def test_records_start_and_end(decoder):
     assert records[0]["v"] == 1
     assert records[-1]["reason"] in ("eos", "length")
     json.dumps(records)
+    assert records[-1]["stats"]["steps"] == 3
+
+
+class ByteTokenizer:
+    """Every id is one byte; most are parts of one character of four bytes, so tokens end inside characters."""
+
+    def decode(self, token_ids, **_):
+        return bytes(b"\xf0\x9f\x90\xae"[i % 4] if i % 6 else 97 for i in token_ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_texts_along_a_path_are_the_text(params):
+    """Decoding token by token turned every character of several tokens into replacement characters."""
+    writer, texts, finished = TraceWriter(params.width), {-1: ""}, []
+    with Decoder(tiny_model("llama"), ByteTokenizer(), block_size=4, num_blocks=256) as decoder:
+        for frame in decoder.stream(PROMPT, params):
+            record = writer.step(frame)
+            for node, parent, text, *_ in record["nodes"]:
+                texts[node] = texts[parent] + text
+            finished = record.get("finished", finished)
+            for rank, branch in enumerate(frame.branches):
+                node = record["live"][record["rank"].index(rank)]
+                assert texts[node] == branch.text.rstrip("\N{REPLACEMENT CHARACTER}")
+            for end, (*_, node) in zip(frame.finished, finished, strict=True):
+                assert texts[node] == end.text.rstrip("\N{REPLACEMENT CHARACTER}")
+    assert len(finished) == len(frame.result.completions)
+
+
+@pytest.mark.parametrize("params", SETTINGS)
+def test_ends_hang_on_the_branch_they_continued(decoder, params):
+    """A finished sequence's log-prob is its parent node's plus its own: it is drawn on the right branch."""
+    writer, cumulative, ends = TraceWriter(params.width), {-1: 0.0}, 0
+    for frame in decoder.stream(PROMPT, params):
+        record = writer.step(frame)
+        for node, parent, _, logprob, total in record["nodes"]:
+            cumulative[node] = total
+            assert total == pytest.approx(cumulative[parent] + logprob, abs=1e-4)
+        ends += sum(event[0] == "finish" for event in record["ev"])
+    assert ends >= len(frame.result.completions)

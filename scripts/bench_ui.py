@@ -1,0 +1,173 @@
+"""How fast the demo draws, and what it costs the decoder: python scripts/bench_ui.py
+
+Two measurements, both in headless Chromium on the real page.
+
+drawing   16 beams × 256 steps of the default model in a pool of 4,096 blocks, decoded once, then streamed to the page
+          at 20 steps a second: time to draw a frame, tasks of the browser's main thread over 50 ms (from Chromium's
+          own trace), jumps of the cursor to random steps. Correct first: the page's invariant at every step.
+cost      500 steps of 8 beams, with the demo attached and a browser watching, against `Decoder.generate` alone, in
+          turn.
+"""
+
+import argparse
+import json
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench_header import print_header
+from playwright.sync_api import Page, sync_playwright
+
+from cowbeam.decoder import Decoder
+from cowbeam.ui.app import build_app, launch
+from cowbeam.ui.decoders import Decoders
+from cowbeam.ui.engine_thread import EngineThread, search_records
+from cowbeam.ui.run import Run
+from cowbeam.ui.session import Sessions
+from cowbeam.ui.settings import Settings
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+PROMPT = "Tell a long story about a lighthouse keeper who finds a letter in a bottle."
+DRAWN = Settings(prompt=PROMPT, width=16, block_size=4, max_new_tokens=256, num_blocks=4096)
+COSTED = Settings(prompt=PROMPT, width=8, block_size=16, max_new_tokens=500, length_penalty=4, early_stopping="never")
+STEPS_A_SECOND = 20
+JUMPS = 200
+LONG_TASK_MS = 50
+
+JUMP = """async jumps => {
+  const { clock, pane } = cowbeam, times = [];
+  for (let i = 0; i < jumps; i++) {
+    const t = 1 + Math.floor(Math.random() * pane.store.last), begun = performance.now();
+    clock.go(t);
+    for (const shown of cowbeam.shown) shown.draw();
+    times.push(performance.now() - begun);
+    await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+  }
+  return times;
+}"""
+BREACHES = """() => { const { store } = cowbeam.pane; let n = 0;
+  for (let t = 1; t <= store.last; t++) if (store.check(store.at(t))) n++; return n; }"""
+
+
+@contextmanager
+def open_page(engine: EngineThread) -> Iterator[tuple[Page, Sessions, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    sessions = Sessions(engine)
+    app = build_app(sessions)
+    launch(app, host="127.0.0.1", port=port, block=False)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
+        page = browser.new_page(viewport={"width": 1560, "height": 1120}, color_scheme="dark")
+        page.goto(f"http://127.0.0.1:{port}/")
+        page.wait_for_selector("[data-testid=scope][data-run=example]")
+        page.evaluate("cowbeam.clock.pause()")
+        yield page, sessions, browser
+        browser.close()
+    app.close(verbose=False)
+
+
+def start(page: Page, settings: Settings) -> None:
+    """Let the page ask for the run itself, as its lessons do."""
+    page.evaluate("settings => cowbeam.trigger('rerun', settings)", settings.as_values())
+    page.wait_for_function("() => cowbeam.root.dataset.run !== 'example' && +cowbeam.root.dataset.tail >= 1")
+
+
+def wait_until_done(page: Page) -> None:
+    page.wait_for_selector("[data-testid=scope][data-done]", timeout=600_000)
+
+
+def main_thread_tasks(trace: Path) -> list[float]:
+    """Milliseconds of each task of the page's main thread, from Chromium's trace."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = (e for e in events if e.get("name") == "thread_name" and e["args"]["name"] == "CrRendererMain")
+    threads = {(e["pid"], e["tid"]) for e in names}
+    tasks = (e for e in events if e.get("name", "").endswith("RunTask") and (e["pid"], e["tid"]) in threads)
+    return [e.get("dur", 0) / 1e3 for e in tasks]
+
+
+def measure_drawing(decoders: Decoders) -> dict[str, Any]:
+    records = list(search_records(decoders, Run(DRAWN)))
+
+    def replay(_decoders: Decoders, run: Run) -> Iterator[dict[str, Any]]:
+        begun = time.perf_counter()
+        for number, record in enumerate(records):
+            time.sleep(max(0.0, begun + number / STEPS_A_SECOND - time.perf_counter()))
+            if run.stop.is_set():
+                return
+            yield record
+
+    trace = Path(__file__).with_name("bench_ui_trace.json")
+    engine = EngineThread(decoders, replay)
+    with open_page(engine) as (page, _, browser):
+        start(page, DRAWN)
+        page.evaluate("Object.assign(cowbeam, { drawn: 0, drawMs: 0, slowest: 0 })")
+        browser.start_tracing(page=page, path=trace, categories=["disabled-by-default-lighthouse"])
+        wait_until_done(page)
+        browser.stop_tracing()
+        drawn, total, slowest = page.evaluate("[cowbeam.drawn, cowbeam.drawMs, cowbeam.slowest]")
+        tasks = main_thread_tasks(trace)
+        assert len(tasks) > 1000, "the trace holds the main thread's tasks"
+        jumps = sorted(page.evaluate(JUMP, JUMPS))
+        result = {
+            "steps": len(records) - 2,
+            "breaches": page.evaluate(BREACHES),
+            "frames": drawn,
+            "draw_mean_ms": round(total / drawn, 2),
+            "draw_slowest_ms": round(slowest, 1),
+            "tasks": len(tasks),
+            "longest_task_ms": round(max(tasks), 1),
+            "tasks_over_50_ms": sum(t > LONG_TASK_MS for t in tasks),
+            "jump_median_ms": round(statistics.median(jumps), 2),
+            "jump_p95_ms": round(jumps[int(JUMPS * 0.95)], 2),
+        }
+    trace.unlink()
+    return result
+
+
+def measure_cost(decoders: Decoders, rounds: int) -> dict[str, Any]:
+    token_ids = decoders.token_ids(COSTED)
+    decoder, alone, attached = decoders.of(COSTED, token_ids), [], []
+    with open_page(EngineThread(decoders)) as (page, sessions, _):
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            steps = decoder.generate(token_ids, COSTED.params()).stats.steps
+            alone.append((time.perf_counter() - begun) / steps * 1e3)
+            page.evaluate("delete cowbeam.root.dataset.done")
+            start(page, COSTED)
+            wait_until_done(page)
+            run = sessions.find(page.get_attribute("[data-testid=scope]", "data-run"))
+            assert run.result is not None, "the watched run finished"
+            attached.append(run.result.stats.seconds / run.result.stats.steps * 1e3)
+    more = statistics.median(attached) / statistics.median(alone) - 1
+    return {
+        "steps": steps,
+        "alone_ms": [round(t, 2) for t in alone],
+        "attached_ms": [round(t, 2) for t in attached],
+        "more": round(more, 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["drawing", "cost", "both"], default="both")
+    parser.add_argument("--rounds", type=int, default=3, help="of `cost` (3)")
+    options = parser.parse_args()
+    results: dict[str, Any] = dict(print_header("the demo: drawing, and what it costs the decoder"))
+    decoders = Decoders(Decoder.from_pretrained(block_size=8, num_blocks=8))
+    if options.what != "cost":
+        results["drawing"] = measure_drawing(decoders)
+        print("drawing", results["drawing"], flush=True)
+    if options.what != "drawing":
+        results["cost"] = measure_cost(decoders, options.rounds)
+        print("cost   ", results["cost"], flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""The demo as a visitor sees it: a real browser on a real decoder with the default model."""
+
+import json
+
+import pytest
+from gradio_client import Client
+from playwright.sync_api import expect
+
+from ui_server import SCOPE, Visitor, running_browser, running_demo
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with running_demo() as (url, sessions):
+        yield url, sessions
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visitor(demo, browser):
+    visitor = Visitor(browser, demo[0])
+    yield visitor
+    visitor.close()
+    assert visitor.errors == []
+    assert visitor.outside == [], "nothing may be asked of an outside host"
+
+
+def test_first_paint_is_a_recorded_run_that_can_be_walked_through(visitor):
+    """No click is needed to see something, and every step of it obeys the invariant."""
+    assert int(visitor.data("tail")) > 60
+    assert visitor.data("playing") == "1"
+    visitor.press("Pause")
+    visitor.press("First step")
+    assert visitor.data("step") == "1"
+    visitor.press("Next copy-on-write")
+    step = int(visitor.data("step"))
+    assert visitor.eval("cowbeam.pane.store.stats[cowbeam.clock.t - 1].cow") > 0
+    visitor.page.get_by_role("slider", name="Decode step").focus()
+    visitor.page.keyboard.press("Shift+ArrowRight")
+    assert int(visitor.data("step")) == step + 10
+    assert visitor.breaches() == []
+    assert visitor.data("stats") == "ok", "the page's own counts are DecodeStats'"
+
+
+def test_a_run_of_ones_own_live_scrubbed_checked_exported_and_read_again(visitor, demo, tmp_path):
+    page = visitor.page
+    page.fill("#prompt textarea", "List three birds.")
+    visitor.set_number("max_new_tokens", 24)
+    visitor.set_number("width", 4)
+    visitor.generate()
+    visitor.wait_for_step(6)
+    page.get_by_role("slider", name="Decode step").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    visitor.wait_for_step(20)
+    assert visitor.data("step") == "2", "a cursor that was moved must not follow the run"
+    page.keyboard.press("End")
+    visitor.wait_until_done()
+    assert visitor.data("invariant") == "ok"
+    assert visitor.breaches() == []
+    assert visitor.data("stats") == "ok"
+    visitor.press("compare with transformers")
+    page.wait_for_function("() => document.querySelector('[data-o=check]').textContent.startsWith('same tokens')")
+    with page.expect_download() as download:
+        visitor.press("Export")
+    saved = tmp_path / "trace.json"
+    download.value.save_as(saved)
+    records = json.loads(saved.read_text())["records"]
+    assert [records[0]["type"], records[-1]["type"]] == ["start", "end"]
+    page.set_input_files("[data-o=file]", saved)
+    page.wait_for_selector(f"{SCOPE}[data-run=imported-1]")
+    assert visitor.breaches() == []
+    assert demo[1].engine.decoders.num_live_blocks == 0
+
+
+def test_a_lost_message_is_fetched_again(visitor):
+    """Messages can be merged or dropped on their way: steps number themselves, so the gap is seen."""
+    visitor.set_number("max_new_tokens", 12)
+    visitor.set_number("width", 3)
+    visitor.eval(
+        """() => { const { feed } = cowbeam, receive = feed.receive.bind(feed); let n = 0;
+          const isLost = message => message.frames.some(frame => frame.type === 'step') && ++n === 2;
+          feed.receive = message => { if (!isLost(message)) receive(message); }; }"""
+    )
+    visitor.generate()
+    visitor.wait_until_done()
+    visitor.page.wait_for_selector(f"{SCOPE}[data-fetched]")
+    assert visitor.eval("cowbeam.pane.store.frames.every((frame, i) => frame.t === i + 1)")
+    assert visitor.breaches() == []
+
+
+def test_two_searches_on_one_clock(visitor):
+    visitor.set_number("max_new_tokens", 16)
+    visitor.set_number("width", 4)
+    visitor.choose("Compare on one clock with", "parallel sampling")
+    visitor.generate()
+    visitor.wait_until_done()
+    modes = visitor.eval("cowbeam.shown.map(pane => pane.store.start.mode)")
+    assert modes == ["beam search", "parallel sampling"]
+    visitor.eval("cowbeam.clock.go(9)")
+    assert visitor.eval("cowbeam.shown.map(pane => pane.state.t)") == [9, 9]
+
+
+def test_generate_again_leaves_the_run_before(visitor, demo):
+    """An impatient visitor presses three times: the last run is shown, the others are stopped and not waited for."""
+    visitor.set_number("max_new_tokens", 150)
+    visitor.choose("Compare on one clock with", "parallel sampling")
+    visitor.generate()
+    visitor.wait_for_step(2)
+    visitor.set_number("max_new_tokens", 9)
+    visitor.choose("Compare on one clock with", "nothing")
+    visitor.page.click("#generate")
+    visitor.page.wait_for_timeout(100)
+    visitor.page.click("#generate")
+    visitor.page.wait_for_function("() => cowbeam.pane.store.start.steps === 9 && cowbeam.root.dataset.done")
+    assert visitor.eval("cowbeam.shown.length") == 1
+    assert visitor.breaches() == []
+    assert demo[1].ask(lambda decoders: decoders.num_live_blocks).result(30) == 0
+
+
+def test_the_address_of_a_token_is_shown_pinned_and_found_by_keyboard(visitor):
+    """Token → logical block → table entry → slot → byte offset, in the recorded run; a pin outlives the step."""
+    visitor.eval("cowbeam.clock.go(40)")
+    pane = visitor.page.locator(".pane").first
+    pane.get_by_label("Branch of the token").select_option("2")
+    pane.get_by_label("Position of the token").fill("21")
+    size, head_dim, item, heads = 8, 64, 4, 3
+    block = visitor.eval("cowbeam.pane.state.tabs[2][2]")
+    shown = [pane.locator(f"[data-o={name}]").inner_text() for name in ("alogical", "atable", "aslot", "abytes")]
+    key = block * 2 * heads * size * head_dim * item + 5 * head_dim * item
+    assert shown == ["2, 5", f"[2] → {block}", str(block * size + 5), f"K {key:,}"]
+    visitor.press("Next step")
+    assert pane.locator("[data-o=atokensub]").inner_text().startswith("b2, position 21")
+    pane.locator("[data-b=unpin]").click()
+    assert pane.locator("[data-b=unpin]").get_attribute("aria-pressed") == "false"
+    box = pane.locator("canvas[data-c=tables]").bounding_box()
+    visitor.page.mouse.move(box["x"] + 60, box["y"] + 100)
+    assert pane.locator("[data-o=atable]").inner_text().startswith("[0] → ")
+    assert pane.locator("[data-b=unpin]").inner_text() == "pin"
+
+
+def test_stop_ends_within_a_step_and_a_second_visitor_sees_the_queue(visitor, demo, browser):
+    """One decoder for all: the second waits, is told so, and goes on when the first tab is closed."""
+    url, sessions = demo
+    first = Visitor(browser, url)
+    first.set_number("max_new_tokens", 256)
+    first.generate()
+    first.wait_for_step(3)
+    visitor.set_number("max_new_tokens", 200)
+    visitor.generate()
+    visitor.page.wait_for_selector("text=waiting: 1 run ahead of you")
+    first.close()
+    visitor.wait_for_step(2)
+    visitor.page.click("#stop")
+    visitor.wait_until_done()
+    assert visitor.page.inner_text("[data-o=note]") == "stopped"
+    assert int(visitor.data("tail")) < 100
+    assert first.errors == []
+    assert sessions.engine.ask(lambda decoders: decoders.num_live_blocks).result(30) == 0
+
+
+def test_lessons(visitor):
+    """Six captions at steps of the recorded run; a pool too small; a wrong entry in a real decoder's table."""
+    visitor.press("Tour")
+    steps = []
+    for caption in range(1, 7):
+        visitor.page.wait_for_selector(f"{SCOPE}[data-lesson=tour][data-caption='{caption}']")
+        steps.append(int(visitor.data("step")))
+        visitor.page.click("[data-b=lessonnext]")
+    assert steps[0] == 1
+    assert len(set(steps)) == 6
+    visitor.press("Out of memory")
+    slider = visitor.page.get_by_role("slider", name="Blocks in the pool")
+    slider.evaluate("(s) => { s.value = s.max; s.dispatchEvent(new Event('input')); }")
+    assert visitor.data("budget") == "fits,fits,fits"
+    slider.evaluate("(s) => { s.value = 110; s.dispatchEvent(new Event('input')); }")
+    assert visitor.data("budget") == "fails,fails,fits"
+    slider.evaluate("(s) => { s.value = 40; s.dispatchEvent(new Event('input')); }")
+    visitor.page.get_by_test_id("run-budget").click()
+    visitor.page.wait_for_selector("text=may need 109 blocks of 8 tokens, but the pool has 40")
+    assert visitor.breaches() == [], "what was on screen stays, and can still be asked about"
+    visitor.eval("cowbeam.clock.go(20)")
+    visitor.press("What if?")
+    visitor.page.get_by_test_id("corrupt").click()
+    visitor.page.wait_for_selector("[data-testid=integrity]")
+    affected, _ = map(int, visitor.data("whatif").split(","))
+    assert 1 <= affected < 8
+    assert "holders" in visitor.page.inner_text("[data-testid=integrity]")
+
+
+def test_hostile_text_is_shown_and_never_run(visitor):
+    """Gradio evaluates `${…}` in what it takes for a template, and innerHTML runs event handlers."""
+    hostile = (
+        "<img src=x onerror=window.__p=1> ${window.__p=2} {{constructor}} `+(window.__p=3)+` </script>"
+        "<script>window.__p=4</script> \"' \u202eevil\u200b " + "\N{COW FACE}" * 40
+    )
+    visitor.page.fill("#prompt textarea", hostile)
+    visitor.set_number("max_new_tokens", 4)
+    visitor.set_number("width", 2)
+    visitor.generate()
+    visitor.wait_until_done()
+    assert visitor.eval("window.__p") is None
+    assert visitor.eval("cowbeam.pane.store.start.prompt") == hostile
+    visitor.eval("cowbeam.pane.select(0, 60, true)")
+    assert visitor.eval("document.querySelectorAll('.kv img, .kv script').length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_phone(demo, browser, scheme):
+    """Nothing is wider than the screen, and with reduced motion a step is drawn once."""
+    size = {"width": 400, "height": 860}
+    visitor = Visitor(browser, demo[0], viewport=size, color_scheme=scheme, reduced_motion="reduce")
+    assert visitor.eval("document.documentElement.scrollWidth <= innerWidth")
+    assert visitor.data("playing") == "0"
+    visitor.page.wait_for_timeout(300)
+    before = visitor.eval("cowbeam.drawn")
+    visitor.eval("cowbeam.clock.go(40)")
+    visitor.page.wait_for_timeout(500)
+    assert visitor.eval("cowbeam.drawn") - before <= 2
+    assert visitor.errors == []
+    visitor.close()
+
+
+def test_a_link_fills_the_form(demo, browser):
+    visitor = Visitor(browser, demo[0] + "?prompt=Hello&mode=greedy&max_new_tokens=7&width=3")
+    expect(visitor.page.locator("#prompt textarea")).to_have_value("Hello")
+    expect(visitor.page.locator("#max_new_tokens input[type=number]")).to_have_value("7")
+    visitor.generate()
+    visitor.wait_until_done()
+    link = visitor.eval("cowbeam.files.link")
+    assert "prompt=Hello" in link
+    assert "mode=greedy" in link
+    visitor.close()
+
+
+def test_programs_get_results_or_one_clear_sentence(demo):
+    client = Client(demo[0], verbose=False)
+    result = client.predict("Say hello.", "beam search", 2, 6, api_name="/generate")
+    assert len(result["completions"]) == 2
+    memory = client.predict("Say hello.", "parallel sampling", 3, 6, api_name="/summary")
+    assert memory["unique"] <= memory["used"] <= memory["contiguous"]
+    endpoints = client.view_api(return_format="dict")["named_endpoints"]
+    assert sorted(endpoints) == ["/generate", "/summary"]
+    for arguments, sentence in [
+        (("",), "prompt is empty"),
+        (("x" * 10_000_000,), "prompt has 10,000,000 characters"),
+        (("a", "search"), "mode must be one of"),
+        (("a", "greedy", "many"), "width must be a number"),
+        (("a", "greedy", 1, 10**9), "max_new_tokens must be a number from 2 to 512"),
+    ]:
+        with pytest.raises(Exception, match=sentence):
+            client.predict(*arguments, api_name="/summary")

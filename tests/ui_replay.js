@@ -1,0 +1,68 @@
+/* What test_ui_store.py asks of the browser's replay. */
+
+const TINY = { width: 1, num_blocks: 4, block_size: 1, bytes_per_token: 1 };
+
+/* Every step, in an order that jumps about: its tables in tree order, and what is wrong with it. */
+function replay([start, records]) {
+  const store = new TraceStore(8);
+  store.reset(start);
+  const refused = records.filter(record => !store.push(record)).length;
+  const steps = records.map(record => record.t).sort((a, b) => (a * 7919) % 101 - (b * 7919) % 101);
+  const tables = [], breaches = [];
+  for (const t of steps) {
+    const state = store.at(t), ordered = store.treeOrder(state).map(place => state.tabs[place]);
+    tables.push([t, ordered]);
+    breaches.push(store.check(state), splitBlock(ordered, t));
+    for (const place of occupied(state))
+      if (store.path(state.live[place]).some(id => !store.isAlive(store.nodes[id], t))) breaches.push(`a live path is dead at ${t}`);
+  }
+  const total = store.stats.at(-1);
+  return { refused, breaches: breaches.filter(Boolean), tables, cows: total.cowTotal, peak: total.peak };
+}
+
+/* In tree order the rows that share a block are neighbours. */
+function splitBlock(tables, t) {
+  const columns = Math.max(0, ...tables.map(table => table.length));
+  for (let j = 0; j < columns; j++) {
+    const seen = new Set();
+    let last;
+    for (const table of tables) {
+      if (table[j] !== last && seen.has(table[j])) return `block ${table[j]} is split in tree order at ${t}`;
+      seen.add(last = table[j]);
+    }
+  }
+  return null;
+}
+
+/* "read", or the sentence that refuses the file; an exception after that is a fault of the check. */
+function readFile(text) {
+  let records;
+  try { records = parseTrace(text); } catch (error) { return error.message; }
+  const store = new TraceStore();
+  store.reset(records[0]);
+  for (const record of records.slice(1)) if (record.type === 'step') store.push(record);
+  for (let t = 1; t <= store.last; t++) {
+    const state = store.at(t);
+    store.check(state); store.treeOrder(state); store.bestFirst(state).map(place => store.text(store.path(state.live[place])));
+  }
+  return 'read';
+}
+
+function firstBreach() {
+  const store = new TraceStore();
+  store.reset(TINY);
+  store.push({ t: 1, nodes: [[0, -1, 'a', 0, 0]], live: [0], len: [1], scores: [0], rank: [0], tabs: [[0, 0, [2]]], ref: [[2, 2]], ev: [], mem: { used: 1 } });
+  return store.check(store.at(1));
+}
+
+function pushAfterGap() {
+  const store = new TraceStore();
+  store.reset(TINY);
+  return [store.push({ t: 2 }), store.last, store.nodes.length];
+}
+
+function spreadLabels(ats) {
+  const labels = ats.map(at => ({ at }));
+  spread(labels, 26, 12, 194);
+  return labels.map(({ label }) => label);
+}

@@ -1,0 +1,190 @@
+"""``cowbeam-ui``: a page on which a real model decodes and its KV blocks are seen.
+
+Gradio draws the form and carries messages; the picture is one ``gr.HTML`` component whose script keeps the whole trace
+in the browser. Nothing asks an outside host, nothing of a run is kept in the browser.
+"""
+
+import os
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from cowbeam.ui import answers
+from cowbeam.ui.examples import EXAMPLES
+from cowbeam.ui.form import DEFAULTS, Form, build_form, from_link, searches
+from cowbeam.ui.frontend import read_static, script
+from cowbeam.ui.session import Sessions, refusal
+from cowbeam.ui.settings import Settings
+
+DEFAULT_PORT = 7860
+
+
+def build_app(sessions: Sessions) -> gr.Blocks:
+    """The page over one shared decoder."""
+    with gr.Blocks(title="cowbeam", fill_width=True, analytics_enabled=False) as app, gr.Row(elem_id="shell"):
+        with gr.Column(scale=0, min_width=296, elem_id="side"):
+            gr.HTML("<h1>cowbeam</h1><p>The KV blocks of a search, while the model searches.</p>", elem_id="brand")
+            form = build_form()
+            _add_examples(form)
+        with gr.Column(scale=1, elem_id="stage"):
+            view = gr.HTML(
+                value="",
+                html_template=read_static("scope.html"),
+                css_template=read_static("scope.css"),
+                js_on_load=script(),
+                apply_default_css=False,
+                server_functions=answers.server_functions(sessions),
+                elem_id="view",
+            )
+        _connect(app, form, view, sessions)
+        for function in answers.api_functions(sessions):
+            gr.api(function, api_name=function.__name__, concurrency_limit=4, concurrency_id="api")
+    return app
+
+
+def _add_examples(form: Form) -> None:
+    names = list(form.controls)
+    rows = [[{**DEFAULTS.as_values(), **example.values}[name] for name in names] for example in EXAMPLES]
+    gr.Examples(
+        rows,
+        [form.controls[name] for name in names],
+        example_labels=[example.label for example in EXAMPLES],
+        label="Prompts that show an idea",
+        elem_id="examples",
+    )
+
+
+def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> None:
+    """The events. Streams are limited by our own queue; Gradio's would free a place before the decoder is done."""
+    stream = {"show_progress": "hidden", "concurrency_limit": 32, "concurrency_id": "runs", "api_visibility": "private"}
+    quick = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
+
+    def stream_form(given: dict[Any, Any], request: gr.Request) -> Iterator[str]:
+        yield from stream_runs(sessions, request, lambda: searches(form.values(given), given[form.compare]))
+
+    def rerun(event: gr.EventData, request: gr.Request) -> Iterator[str]:
+        yield from stream_runs(sessions, request, lambda: [Settings.from_values(event._data)])
+
+    def stop(request: gr.Request) -> None:
+        sessions.stop(str(request.session_hash))
+
+    def forget(request: gr.Request) -> None:
+        sessions.forget(str(request.session_hash))
+
+    def show_groups(mode: str) -> tuple[Any, Any]:
+        return gr.update(visible=mode != "parallel sampling"), gr.update(visible=mode.endswith("sampling"))
+
+    def follow_link(request: gr.Request) -> list[Any]:
+        try:
+            values = from_link(dict(request.query_params)) if request.query_params else {}
+        except ValueError as error:
+            gr.Warning(f"This link cannot be used: {error}")
+            values = {}
+        return [values.get(name, gr.skip()) for name in form.controls]
+
+    form.generate.click(stream_form, {*form.controls.values(), form.compare}, view, trigger_mode="multiple", **stream)
+    view.rerun(rerun, None, view, trigger_mode="multiple", **stream)
+    form.stop.click(stop, None, None, **quick)
+    form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
+    app.load(follow_link, None, list(form.controls.values()), **quick)
+    app.unload(forget)
+
+
+def stream_runs(sessions: Sessions, request: gr.Request, wanted: Any) -> Iterator[str]:
+    """Messages of one visitor's runs; what cannot run is one message that says why."""
+    try:
+        runs = sessions.start(str(request.session_hash), wanted())
+    except ValueError as error:
+        yield refusal(str(error))
+        return
+    yield from sessions.messages(runs)
+
+
+def theme() -> gr.themes.Base:
+    """Weights 400 and 700 only: the 600 files that come with Gradio 6.31 hold no Latin letters."""
+    return gr.themes.Base(
+        primary_hue="sky",
+        neutral_hue="slate",
+        font=[gr.themes.LocalFont("IBM Plex Sans", weights=(400, 700)), "ui-sans-serif", "system-ui", "sans-serif"],
+        font_mono=[gr.themes.LocalFont("IBM Plex Mono", weights=(400, 700)), "ui-monospace", "monospace"],
+    ).set(
+        body_background_fill="#f4f6f9",
+        body_background_fill_dark="#0a0f17",
+        background_fill_primary_dark="#111925",
+        block_background_fill_dark="#111925",
+        border_color_primary_dark="#223045",
+        block_title_text_color="#17202e",
+        block_title_text_color_dark="#e8eef8",
+        block_info_text_color="#566274",
+        block_info_text_color_dark="#95a5ba",
+        body_text_color_subdued="#566274",
+        body_text_color_subdued_dark="#95a5ba",
+        input_background_fill_dark="#0d141f",
+        button_primary_background_fill="#0072b2",
+        button_primary_background_fill_hover="#005e93",
+        button_primary_background_fill_dark="#56b4e9",
+        button_primary_background_fill_hover_dark="#7cc6f0",
+        button_primary_text_color_dark="#0a0f17",
+    )
+
+
+def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: bool = True) -> None:
+    """Serve. Off are: the run history that Gradio keeps in the browser, its monitoring dashboard, its analytics."""
+    app.queue(max_size=64).launch(
+        server_name=host,
+        server_port=port,
+        share=share,
+        theme=theme(),
+        css=read_static("shell.css"),
+        run_history=False,
+        enable_monitoring=False,
+        ssr_mode=False,
+        footer_links=["api"],
+        show_error=True,
+        quiet=True,
+        prevent_thread_lock=not block,
+    )
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Options of ``cowbeam-ui``."""
+    parser = argparse.ArgumentParser(
+        prog="cowbeam-ui", description="The live demo: watch the blocks while a model searches."
+    )
+    parser.add_argument("--model", help="hub name or path (SmolLM2-135M-Instruct)")
+    parser.add_argument("--device", help="cuda, cpu, … (CUDA if there is one)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (only this machine)")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on ({DEFAULT_PORT})")
+    parser.add_argument("--share", action="store_true", help="a public link through a tunnel of Gradio's")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Entry point of ``cowbeam-ui``."""
+    options = parse(sys.argv[1:])
+    try:
+        sessions = answers.open_sessions(options.model, device=options.device, dtype=options.dtype)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"cowbeam-ui: {error}", file=sys.stderr)
+        return 2
+    app = build_app(sessions)
+    print(f"cowbeam-ui: http://{options.host}:{options.port}", flush=True)
+    try:
+        launch(app, host=options.host, port=options.port, share=options.share)
+    except OSError as error:
+        print(f"cowbeam-ui: {error}", file=sys.stderr)
+        return 1
+    finally:
+        sessions.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

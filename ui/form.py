@@ -1,0 +1,149 @@
+"""The form: Gradio's own controls, one per setting, and what a link or a comparison makes of them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import gradio as gr
+
+from cowbeam.ui.settings import (
+    BLOCK_SIZES,
+    MAX_NEW_TOKENS,
+    MAX_PACE,
+    MAX_PROMPT_CHARACTERS,
+    MAX_WIDTH,
+    MODES,
+    Settings,
+)
+
+DEFAULTS = Settings(prompt="Tell a short story about a lighthouse keeper who finds a letter in a bottle.")
+
+# What the second run of a comparison changes.
+COMPARISONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "parallel sampling": {"mode": "parallel sampling"},
+    "beam search": {"mode": "beam search"},
+    "blocks of 4": {"block_size": 4},
+    "blocks of 64": {"block_size": 64},
+}
+
+_HELP = {
+    "width": "Beams that are kept, or samples that are drawn.",
+    "block_size": "Small blocks waste less, large ones need fewer table entries.",
+    "pace": "0 is as fast as it can.",
+    "num_blocks": "A request is taken only if its worst case fits.",
+}
+
+
+@dataclasses.dataclass
+class Form:
+    """The controls by the name of their setting, and the groups that only some modes use."""
+
+    controls: dict[str, Any]
+    compare: Any
+    beams: Any
+    draws: Any
+    generate: Any
+    stop: Any
+
+    def values(self, given: Mapping[Any, Any]) -> dict[str, Any]:
+        """Gradio's ``{component: value}`` as ``{setting: value}``."""
+        return {name: given[control] for name, control in self.controls.items()}
+
+
+def build_form() -> Form:
+    """Inside a ``gr.Blocks`` context."""
+    d, c = DEFAULTS, {}
+    c["prompt"] = gr.Textbox(
+        d.prompt, label="Prompt", lines=4, max_lines=9, max_length=MAX_PROMPT_CHARACTERS, elem_id="prompt"
+    )
+    with gr.Row():
+        generate = gr.Button("Generate", variant="primary", elem_id="generate", min_width=90)
+        stop = gr.Button("Stop", elem_id="stop", min_width=60)
+    c["mode"] = gr.Dropdown(list(MODES), value=d.mode, label="Decoding", elem_id="mode")
+    c["width"] = gr.Slider(1, MAX_WIDTH, d.width, step=1, label="Branches", info=_HELP["width"], elem_id="width")
+    c["block_size"] = gr.Dropdown(
+        [(f"{n} tokens", n) for n in BLOCK_SIZES],
+        value=d.block_size,
+        label="Block size",
+        info=_HELP["block_size"],
+        elem_id="block_size",
+    )
+    c["max_new_tokens"] = gr.Slider(
+        2, MAX_NEW_TOKENS, d.max_new_tokens, step=1, label="New tokens", elem_id="max_new_tokens"
+    )
+    compare = gr.Dropdown(list(COMPARISONS), value="nothing", label="Compare on one clock with", elem_id="compare")
+    with gr.Accordion("Beam settings", open=False, elem_id="beams") as beams:
+        _beam_controls(c)
+    with gr.Accordion("Sampling settings", open=False, visible=False, elem_id="draws") as draws:
+        _draw_controls(c)
+    with gr.Accordion("Pool and pace", open=False, elem_id="pool"):
+        _pool_controls(c)
+    return Form(c, compare, beams, draws, generate, stop)
+
+
+def _beam_controls(c: dict[str, Any]) -> None:
+    d = DEFAULTS
+    c["length_penalty"] = gr.Slider(
+        -2, 4, d.length_penalty, step=0.1, label="Length penalty", info="Above 1 favours long answers."
+    )
+    c["early_stopping"] = gr.Dropdown(["false", "true", "never"], value=d.early_stopping, label="Early stopping")
+    c["no_repeat_ngram_size"] = gr.Slider(
+        0,
+        16,
+        d.no_repeat_ngram_size,
+        step=1,
+        label="No n-gram twice",
+        info="0 allows repetition; not for beam sampling.",
+    )
+
+
+def _draw_controls(c: dict[str, Any]) -> None:
+    d = DEFAULTS
+    c["temperature"] = gr.Slider(0.05, 5, d.temperature, step=0.05, label="Temperature", elem_id="temperature")
+    c["top_p"] = gr.Slider(0.01, 1, d.top_p, step=0.01, label="Top-p")
+    c["top_k"] = gr.Number(d.top_k, label="Top-k", precision=0, minimum=0, info="0 draws from all tokens.")
+    c["seed"] = gr.Number(d.seed, label="Seed", precision=0, minimum=0, info="Empty draws one.", elem_id="seed")
+
+
+def _pool_controls(c: dict[str, Any]) -> None:
+    d = DEFAULTS
+    sizes = [("as many as surely fit", 0), *((str(2**n), 2**n) for n in range(5, 13))]
+    c["num_blocks"] = gr.Dropdown(
+        sizes, value=d.num_blocks, label="Blocks in the pool", info=_HELP["num_blocks"], elem_id="num_blocks",
+        allow_custom_value=False,
+    )  # fmt: skip
+    c["pace"] = gr.Slider(
+        0, MAX_PACE, d.pace, step=1, label="Steps a second at most", info=_HELP["pace"], elem_id="pace"
+    )
+    c["chat"] = gr.Checkbox(d.chat, label="as a message in the model's chat template", elem_id="chat")
+
+
+def searches(values: Mapping[str, Any], comparison: Any) -> list[Settings]:
+    """One or two searches. Raises ValueError, naming what cannot be used."""
+    if not isinstance(comparison, str) or comparison not in COMPARISONS:
+        raise ValueError(f"compare must be one of {', '.join(COMPARISONS)}, got {comparison!r:.80}")
+    first = Settings.from_values(values)
+    changes = COMPARISONS[comparison]
+    return [first, Settings.from_values({**values, **changes})] if changes else [first]
+
+
+def from_link(query: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that a link names, as values of the form; others keep their defaults. Raises ValueError."""
+    values = DEFAULTS.as_values()
+    for name, text in query.items():
+        if name in values:
+            values[name] = _parsed(name, text)
+    return Settings.from_values(values).as_values()
+
+
+def _parsed(name: str, text: str) -> Any:
+    default = getattr(DEFAULTS, name)
+    if isinstance(default, str):
+        return text
+    if isinstance(default, bool):
+        return {"true": True, "false": False}.get(text, text)
+    try:
+        return float(text) if isinstance(default, float) else int(text)
+    except ValueError:
+        return text

@@ -1,0 +1,52 @@
+"""The browser's half, read from ``static/``: one script, one template, two style sheets, one recorded run.
+
+The template and the component's style sheet are evaluated by Gradio as JavaScript template literals, so neither may
+hold a backslash, a backtick, ``${`` or ``{{``, and no text of a model or a visitor ever enters them.
+"""
+
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+# In this order: a file uses only what comes before it, and `scope.js` mounts the component.
+SCRIPTS = (
+    "store.js",
+    "trace_file.js",
+    "canvas.js",
+    "clock.js",
+    "pool.js",
+    "tables.js",
+    "tree.js",
+    "memory.js",
+    "timeline.js",
+    "text_panels.js",
+    "inspector.js",
+    "pane.js",
+    "picture.js",
+    "files.js",
+    "tour.js",
+    "budget.js",
+    "what_if.js",
+    "lessons.js",
+    "feed.js",
+    "scope.js",
+)
+MOUNT = "mountScope(element, { props, watch, server, trigger });"
+
+
+def read_static(name: str) -> str:
+    """A file of ``static/``."""
+    return (files("cowbeam.ui") / "static" / name).read_text(encoding="utf-8")
+
+
+def script() -> str:
+    """All scripts as the body of one function: nothing of it becomes a global name but ``window.cowbeam``."""
+    return "\n".join([*map(read_static, SCRIPTS), MOUNT])
+
+
+@cache
+def recorded_run() -> dict[str, Any]:
+    """``{records, note}``: what a visitor sees before anything has run (``scripts/record_trace.py`` records it)."""
+    recorded: dict[str, Any] = json.loads(read_static("recorded_run.json"))
+    return recorded

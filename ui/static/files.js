@@ -1,0 +1,55 @@
+/* Traces and pictures in and out of this page, and links to its settings. Nothing is stored in the browser. */
+
+class Files {
+  constructor(scope) { this.scope = scope; this.imported = 0; }
+
+  /* The recorded run that the page opens with. */
+  openExample({ records, note }, { play = true } = {}) {
+    const { scope } = this;
+    scope.feed.open('example', records); scope.note(note);
+    if (play && !scope.still.matches) scope.clock.play(); else scope.clock.go(Math.ceil(scope.clock.liveStep * .6));
+  }
+
+  save() {
+    const { pane } = this.scope;
+    if (!pane.store.last) return;
+    this.download(new Blob([JSON.stringify({ records: pane.store.records() })], { type: 'application/json' }), `cowbeam-trace-${pane.store.start.width}x${pane.store.last}.json`);
+  }
+
+  async open(file) {
+    const { scope } = this;
+    if (!file) return;
+    try {
+      if (file.size > MAX_TRACE_BYTES) throw new Error(`this file has ${formatBytes(file.size)}; at most ${formatBytes(MAX_TRACE_BYTES)} are read`);
+      const records = parseTrace(await file.text());
+      scope.feed.open(`imported-${++this.imported}`, records); scope.note(`an imported trace: ${file.name}`);
+    } catch (error) { scope.note(error.message); }
+  }
+
+  savePicture() {
+    const { scope } = this, canvas = paintPicture(scope.root, scope.palette);
+    canvas.toBlob(blob => this.download(blob, `cowbeam-step-${scope.clock.t}.png`), 'image/png');
+  }
+
+  download(blob, name) {
+    const link = document.createElement('a');
+    link.href = URL.createObjectURL(blob); link.download = name; link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+    this.scope.root.dataset.saved = name;
+  }
+
+  get link() {
+    const url = new URL(location.href), { settings } = this.scope.pane.store.start;
+    url.search = ''; url.hash = '';
+    for (const [name, value] of Object.entries(settings ?? {})) if (value !== null) url.searchParams.set(name, value);
+    return url.href;
+  }
+
+  async copyLink() {
+    const { scope, link } = this;
+    if (!scope.pane.store.start?.settings) return scope.note('this trace tells no settings to link to');
+    scope.root.dataset.link = link;
+    try { await navigator.clipboard.writeText(link); scope.note('a link to these settings is in the clipboard'); }
+    catch { scope.note(`a link to these settings: ${link}`); }
+  }
+}

@@ -1,0 +1,232 @@
+/* The component: messages in, panes on one clock, buttons and keys. Entry point: mountScope. */
+
+class Scope {
+  constructor(host, { props, watch, server, trigger }) {
+    Object.assign(this, { host, server, trigger, frameRequest: 0, drawn: 0, drawMs: 0, slowest: 0 });
+    this.root = host.querySelector('.kv');
+    this.palette = new Palette(this.root);
+    this.still = matchMedia('(prefers-reduced-motion: reduce)');
+    const first = this.root.querySelector('.pane'), second = first.cloneNode(true);
+    second.dataset.side = '1'; second.hidden = true; first.after(second);
+    const hooks = { wake: () => this.wake() };
+    this.panes = [first, second].map(pane => new Pane(pane, this.palette, hooks));
+    this.outputs = new Map([...this.root.querySelectorAll('[data-o]')].filter(e => !e.closest('.pane')).map(e => [e.dataset.o, e]));
+    this.clock = new Clock(() => this.stores, t => this.show(t), () => this.showButtons());
+    this.timeline = new TimelinePanel(this.root.querySelector('canvas[data-c=time]'), this.palette, this.clock, () => this.stores);
+    this.feed = new Feed(this); this.files = new Files(this); this.lessons = new Lessons(this);
+    for (const pane of this.panes) { pane.isStill = this.still.matches; pane.memoryHigh = () => this.memoryHigh(); }
+    this.listen();
+    watch('value', () => this.feed.receiveText(props.value));
+  }
+
+  output(name) { return this.outputs.get(name); }
+  get shown() { return this.panes.filter(pane => !pane.root.hidden && pane.store.start); }
+  get stores() { return this.shown.map(pane => pane.store); }
+  get pane() { return this.panes[0]; }
+
+  /* Two curves are compared on one scale. */
+  memoryHigh() { return this.shown.length < 2 ? 0 : Math.max(...this.shown.flatMap(({ store }) => store.frames.map(frame => Math.max(frame.mem.used, frame.mem.copies)))); }
+
+  /* ---- what the feed tells ---- */
+
+  runExpected(run) {
+    const { clock, root } = this;
+    Object.assign(root.dataset, { run, tail: '0' }); delete root.dataset.done;
+    clock.isLive = true; clock.isPlaying = false;
+    this.lessons.close(); this.note('');
+  }
+
+  runBegun(start, side) {
+    this.compare(side === 1);
+    if (side === 0) { this.showFacts(start); this.clock.t = 0; }
+    this.panes[side].measuredCopies = null; this.root.dataset.mode = start.mode;
+    this.note(''); this.namePanes(); this.showMeasured();
+  }
+
+  runEnded(end, isLast) {
+    this.note(end.message ?? (end.reason === 'stopped' ? 'stopped' : ''));
+    if (isLast) this.root.dataset.done = '1';
+  }
+
+  traceOpened() { this.clock.isLive = false; this.root.dataset.done = '1'; this.framesTaken(); }
+
+  framesTaken() {
+    const { clock } = this;
+    this.output('seek').max = Math.max(1, clock.last); this.root.dataset.tail = this.pane.isWaiting ? 0 : clock.last;
+    if (!clock.last) return;
+    if (clock.isLive || !clock.t) clock.follow();
+    else if (this.shown.some(pane => pane.store.last && !pane.state)) this.show(clock.t);
+    else { this.showPosition(); for (const pane of this.shown) pane.mark('memory'); }
+    this.markTime(); this.showButtons(); this.showBadges();
+  }
+
+  /* ---- what is shown ---- */
+
+  show(t) {
+    for (const pane of this.shown) pane.show(t);
+    const { root } = this, [pane] = this.shown;
+    this.output('seek').value = t; this.showPosition(); this.markTime();
+    if (!pane?.state) return;
+    const breaches = this.shown.map(p => p.state && p.store.check(p.state)).filter(Boolean);
+    Object.assign(root.dataset, { step: t, used: pane.store.stats[pane.state.t - 1].used, invariant: breaches[0] ?? 'ok' });
+    if (breaches.length && !this.breach) { this.breach = breaches[0]; this.showBadges(); }
+    if (this.root.querySelector('.kv-table').open) this.output('table').replaceChildren(stepTable(this.shown));
+    this.lessons.stepShown();
+  }
+
+  showPosition() { setText(this.output('pos'), `${this.clock.t} / ${this.clock.last}`); this.output('seek').setAttribute('aria-valuetext', `step ${this.clock.t} of ${this.clock.last}`); }
+
+  showButtons() {
+    const { clock } = this, press = (name, on) => { for (const b of this.root.querySelectorAll(`[data-b=${name}]`)) b.setAttribute('aria-pressed', on); };
+    press('live', clock.isLive); press('fit', this.pane.fitAll); press('log', this.pane.logScale);
+    const play = this.root.querySelector('[data-b=play]'), runs = clock.isPlaying || clock.isLive && clock.isGrowing;
+    setText(play, runs ? 'pause' : 'play'); play.setAttribute('aria-label', runs ? 'Pause' : 'Play');
+    this.root.dataset.playing = clock.isPlaying ? '1' : '0';
+    this.wake();
+  }
+
+  showFacts(start) {
+    const facts = [start.model, start.dtype, start.device, start.mode, plural(start.width, start.mode.includes('beam') ? 'beam' : start.width > 1 ? 'sample' : 'branch'), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
+    this.output('facts').replaceChildren(...facts.map(fact => make('span', '', fact)));
+    this.breach = null; this.verdict = null;
+  }
+
+  showBadges() {
+    const badge = this.output('invariant'), check = this.output('check');
+    badge.className = `badge ${this.breach ? 'bad' : 'good'}`;
+    setText(badge, this.breach ?? `sharers = table entries · ${plural(this.clock.last, 'step')}`);
+    const { store } = this.pane, stats = store.end?.stats;
+    if (stats && !this.breach) this.agreeWithStats(badge, store, stats);
+    check.hidden = !stats;
+    if (!this.verdict) { check.className = 'badge'; setText(check, 'compare with transformers'); }
+  }
+
+  /* The page's own numbers, summed from events, against what the decoder reports. */
+  agreeWithStats(badge, store, stats) {
+    const mine = store.stats.at(-1), pairs = [['copy-on-writes', mine.cowTotal, stats.cow_copies], ['peak blocks', mine.peak, stats.peak_blocks], ['steps', store.last, stats.steps]];
+    const wrong = pairs.find(([, ours, theirs]) => ours !== theirs);
+    if (wrong) { badge.className = 'badge bad'; setText(badge, `${wrong[0]}: ${wrong[1]} on this page, ${wrong[2]} in DecodeStats`); }
+    else badge.title = 'At every step shown, each block’s sharers are counted again from the block tables; copies, peak and steps equal DecodeStats';
+    this.root.dataset.stats = wrong ? 'wrong' : 'ok';
+  }
+
+  note(text) { const note = this.output('note'); note.hidden = !text; setText(note, text); }
+  say(text) { setText(this.output('sr'), text); }
+
+  sayStep() {
+    const { pane } = this, stat = pane.store.stats[pane.state.t - 1];
+    this.say(`Step ${pane.state.t}: ${plural(stat.cow, 'copy-on-write')}, ${stat.prune} pruned, ${stat.used} blocks in use`);
+  }
+
+  compare(on) {
+    const [first, second] = this.panes;
+    second.root.hidden = !on; this.root.classList.toggle('compared', on);
+    for (const pane of this.panes) pane.isCompared = on;
+    if (!on) second.store.reset(null);
+    for (const name of ['tables', 'tree']) for (const pane of this.panes) pane.canvas(name).style.height = '';
+    first.forgetLook(); second.forgetLook();
+  }
+
+  namePanes() {
+    const starts = this.panes.map(pane => pane.store.start);
+    for (const pane of this.panes) setText(pane.output('panename'), !starts[1] || !pane.store.start ? '' : `${pane.store.start.mode} · ${pane.store.start.width} branches · blocks of ${pane.store.start.block_size}`);
+  }
+
+  /* ---- drawing ---- */
+
+  markTime() { this.timeIsDirty = true; this.wake(); }
+  wake() { if (!this.frameRequest) this.frameRequest = requestAnimationFrame(now => this.drawFrame(now)); }
+
+  drawFrame(now) {
+    cancelAnimationFrame(this.frameRequest); this.frameRequest = 0;
+    if (!this.host.isConnected) return;
+    if (this.clock.isPlaying) this.clock.tick(now);
+    const begun = performance.now(), wasDirty = this.timeIsDirty || this.shown.some(pane => pane.dirty.size);
+    for (const pane of this.shown) pane.draw();
+    if (this.timeIsDirty) { this.timeIsDirty = false; if (this.stores.length) this.timeline.draw(); }
+    if (wasDirty) { const took = performance.now() - begun; this.drawn++; this.drawMs += took; this.slowest = Math.max(this.slowest, took); }
+    if (this.clock.isPlaying || this.shown.some(pane => pane.dirty.size)) this.wake();
+  }
+
+  restyle() {
+    this.palette.forget(); this.timeline.forgetLook();
+    for (const pane of this.panes) pane.forgetLook();
+    this.markTime();
+  }
+
+  /* ---- buttons and keys ---- */
+
+  get actions() {
+    const { clock } = this, all = change => { for (const pane of this.panes) change(pane); this.showButtons(); };
+    return {
+      home: () => clock.go(1), prev: () => clock.step(-1), next: () => clock.step(1), play: () => clock.toggle(), live: () => clock.goLive(),
+      ncow: () => { clock.nextCow(); this.pane.showCopy(); }, pcow: () => { clock.previousCow(); this.pane.showCopy(); },
+      fit: () => all(pane => { pane.fitAll = !pane.fitAll; pane.panels.tree.heights.clear(); pane.mark('tree'); }),
+      log: () => all(pane => { pane.logScale = !pane.logScale; pane.mark('memory'); }),
+      tour: () => this.lessons.open('tour'), budget: () => this.lessons.open('budget'), whatif: () => this.lessons.open('whatif'),
+      lessonprev: () => this.lessons.turn(-1), lessonnext: () => this.lessons.turn(1), lessonclose: () => this.lessons.close(),
+      export: () => this.files.save(), import: () => this.output('file').click(), picture: () => this.files.savePicture(), link: () => this.files.copyLink(),
+      check: () => this.check(),
+    };
+  }
+
+  async check() {
+    const badge = this.output('check');
+    this.verdict = 'asked'; badge.className = 'badge'; setText(badge, 'transformers is decoding …');
+    const answer = await this.server.check({ run: this.pane.shownRun }).catch(() => ({ error: 'the server did not answer' }));
+    this.verdict = answer; badge.className = `badge ${answer.ok ? 'good' : 'bad'}`;
+    setText(badge, answer.sentence ?? answer.error);
+    this.pane.measuredCopies = answer.cache_bytes ?? null;
+    this.showMeasured();
+  }
+
+  /* Bytes that torch holds, beside those counted in tokens. */
+  showMeasured() {
+    for (const pane of this.shown) {
+      const { start } = pane.store;
+      if (!start) continue;
+      const counted = (start.num_blocks + 1) * pane.store.bytesPerBlock, held = start.layout.pool_bytes;
+      const theirs = pane.measuredCopies ? ` · transformers held ${formatBytes(pane.measuredCopies)}` : '';
+      setText(pane.output('measured'), `torch holds ${formatBytes(held)}${held === counted ? ' = counted' : `, counted ${formatBytes(counted)}`}${theirs}`);
+    }
+  }
+
+  listen() {
+    this.host.addEventListener('click', e => {
+      const button = e.target.closest('button[data-b]');
+      if (!button) return;
+      if (button.dataset.b === 'unpin') return this.panes[+button.closest('.pane').dataset.side].unpin();
+      this.actions[button.dataset.b]();
+      if (['prev', 'next', 'ncow', 'pcow', 'home'].includes(button.dataset.b) && this.pane.state) this.sayStep();
+    });
+    this.output('seek').addEventListener('input', e => this.clock.go(+e.target.value));
+    this.output('speed').addEventListener('change', e => { this.clock.speed = +e.target.value; });
+    this.output('file').addEventListener('change', e => { this.files.open(e.target.files[0]); e.target.value = ''; });
+    this.root.querySelector('.kv-table').addEventListener('toggle', () => { if (this.pane.state) this.output('table').replaceChildren(stepTable(this.shown)); });
+    this.host.addEventListener('keydown', e => this.key(e));
+    this.still.addEventListener('change', () => { for (const pane of this.panes) pane.isStill = this.still.matches; });
+    const resized = new ResizeObserver(() => this.restyle());
+    resized.observe(this.root);
+    new MutationObserver(() => this.restyle()).observe(document.body, { attributes: true, attributeFilter: ['class'] });
+    document.fonts?.ready.then(() => this.restyle());
+  }
+
+  key(e) {
+    const isField = /^(INPUT|TEXTAREA|SELECT)$/.test(e.target.tagName) && e.target.type !== 'range';
+    if (isField || e.ctrlKey || e.metaKey || e.altKey) return;
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    const name = { ' ': 'play', Home: 'home', End: 'live', f: 'fit', l: 'log', c: 'ncow', C: 'pcow', t: 'tour', m: 'budget', w: 'whatif', Escape: 'lessonclose' }[e.key];
+    if (!step && !name || e.key === ' ' && /^(BUTTON|SUMMARY)$/.test(e.target.tagName)) return;
+    e.preventDefault();
+    if (step) this.clock.step(step * (e.shiftKey ? 10 : 1)); else this.actions[name]();
+    if (this.pane.state) this.sayStep();
+  }
+}
+
+function mountScope(host, gradio) {
+  const scope = new Scope(host, gradio);
+  window.cowbeam = scope;  // for tests and for the curious
+  scope.root.dataset.ready = '1';
+  if (gradio.props.value) scope.feed.receiveText(gradio.props.value);
+  else gradio.server.example({}).then(example => { if (scope.pane.run === null && example) scope.files.openExample(example); });
+}
