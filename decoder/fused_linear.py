@@ -101,7 +101,9 @@ class FusedLinears:
         if not stale:
             return
         for group in stale:
-            if _fit_together(group.members):
+            # While a graph is captured nothing is copied, only noted: the parameters would hold garbage.
+            is_capturing = group.weight.is_cuda and torch.cuda.is_current_stream_capturing()
+            if _fit_together(group.members) and not is_capturing:
                 group.lay_together()
             else:
                 self.groups.remove(group)
