@@ -19,6 +19,7 @@ from cowbeam.decoder.group import Group
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.strategy import Candidate
+from cowbeam.kernels.top_candidates import top_candidates
 
 
 class CandidateSource:
@@ -58,20 +59,32 @@ class CandidateSource:
         numbers = [uniform(self._seed, index, position) for index in strategy.indices]
         return to_device(numbers, torch.float64, self._device)
 
-    def propose(self, logits: Tensor, given: Tensor) -> Tensor:
+    def propose(self, logits: Tensor, rows: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates in float64, [3, candidates]: score, rank, token id (all exact in float64).
 
         Unusable logits (NaN, +inf, a row without a finite value) show as a score that is NaN.
 
         Args:
-            logits: [ranks, vocabulary] in rank order; [1, vocabulary] at the first choice.
+            logits: [rows, vocabulary].
+            rows: [ranks], which of them are the group's; one at the first choice.
             given: what ``given`` gave for this position.
+
+        Returns:
+            The candidates; and the ranks' greatest logits, which tell what is wrong, if a score is NaN (else anything).
         """
         strategy = self._group.strategy
-        logits = logits.float()
+        if isinstance(strategy, BeamSearch) and self._is_plain and logits.is_cuda and len(rows) == strategy.width:
+            count = min(strategy.num_candidates, len(rows) * logits.shape[1])
+            scores, flat, maxima = top_candidates(logits, rows, given, count)
+            return _columns(scores, flat, logits.shape[1]), maxima
+        logits = logits[rows].float()
         if isinstance(strategy, BeamSearch):
-            return self._beam_candidates(strategy, self._log_softmax(logits), given[:, None])
-        return self._one_a_sample(self._process(logits), given)
+            candidates = self._beam_candidates(strategy, self._log_softmax(logits), given[:, None])
+        else:
+            candidates = self._one_a_sample(self._process(logits), given)
+        # Where the scores are at hand they tell whether anybody will ask, which saves a pass over the logits.
+        is_asked = logits.is_cuda or bool(candidates[0].isnan().any())
+        return candidates, logits.amax(-1) if is_asked else logits[:, 0]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """Into a buffer of this request: megabytes allocated anew each step would be faulted in anew."""
@@ -99,8 +112,7 @@ class CandidateSource:
             scores, flat = self._draw(accumulated, count)
         else:
             scores, flat = torch.topk(accumulated, count)
-        vocabulary = log_probs.shape[-1]
-        return torch.stack([scores.double(), (flat // vocabulary).double(), (flat % vocabulary).double()])
+        return _columns(scores, flat, log_probs.shape[-1])
 
     def _draw(self, accumulated: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """``count`` candidates without replacement, best first (sorted as since transformers 5.24)."""
@@ -139,9 +151,14 @@ class CandidateSource:
 
         (Processors look at a history that grows, and draws of beams at a generator.)
         """
-        if self._history is not None or is_beam_sampling(self._group.request):
+        if not self._is_plain:
             return None
         return (type(self._group.strategy), self._group.request.is_greedy, width, self._group.request.eos_ids)
+
+    @property
+    def _is_plain(self) -> bool:
+        """No processor looks at the scores, and no generator draws beams."""
+        return self._history is None and not is_beam_sampling(self._group.request)
 
     @property
     def buffers(self) -> list[Tensor | None]:
@@ -173,6 +190,10 @@ class CandidateSource:
         """Take the last choice back."""
         self._history = self._history_before
         self._length -= 1
+
+
+def _columns(scores: Tensor, flat: Tensor, vocabulary: int) -> Tensor:
+    return torch.stack([scores.double(), (flat // vocabulary).double(), (flat % vocabulary).double()])
 
 
 def _inverse_cdf(log_probs: Tensor, numbers: Tensor) -> Tensor:

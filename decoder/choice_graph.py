@@ -49,11 +49,12 @@ class Ahead:
 
 def candidates_of(flight: Flight) -> tuple[list[Tensor], Tensor, list[int]]:
     """The proposals; and for the host, flat in float64 with its parts' sizes, each with its rows' greatest logits."""
-    logits = [flight.logits[rows] for rows in flight.rows]
-    proposals = [s.propose(of, given) for s, of, given in zip(flight.sources, logits, flight.given, strict=True)]
-    maxima = [of_group.amax(-1).double() for of_group in logits]
-    parts = [part for pair in zip(proposals, maxima, strict=True) for part in (pair[0].flatten(), pair[1])]
-    return proposals, torch.cat(parts), [part.numel() for part in parts]
+    proposed = [
+        source.propose(flight.logits, rows, given)
+        for source, rows, given in zip(flight.sources, flight.rows, flight.given, strict=True)
+    ]
+    parts = [part.flatten() for proposal, maxima in proposed for part in (proposal, maxima.double())]
+    return [proposal for proposal, _ in proposed], torch.cat(parts), [part.numel() for part in parts]
 
 
 def look_ahead(

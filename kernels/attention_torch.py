@@ -9,6 +9,7 @@ the rest row by row, under one softmax, where a common product of the rest would
 import torch
 from torch import Tensor
 
+from cowbeam.kernels.cache_ops import lie_alike
 from cowbeam.kernels.plan import Plan
 from cowbeam.kernels.torch_windows import Alone, Entries, Gather, Window, alone_of, windows_of
 
@@ -123,18 +124,11 @@ def _gather(key_cache: Tensor, value_cache: Tensor, entries: Entries, dtype: tor
 
     Masking scores would not do: NaN times a weight of 0 is NaN.
     """
-    if _lie_alike(key_cache, value_cache):
+    if lie_alike(key_cache, value_cache):
         distance = int(value_cache.storage_offset()) - int(key_cache.storage_offset())
         both = _gather_pieces(key_cache, distance, entries, dtype)
         return both[0], both[1]
     return _gather_pieces(key_cache, None, entries, dtype)[0], _gather_pieces(value_cache, None, entries, dtype)[0]
-
-
-def _lie_alike(key_cache: Tensor, value_cache: Tensor) -> bool:
-    """Values lie behind their keys at one distance, in the same memory."""
-    alike = key_cache.stride() == value_cache.stride() and key_cache.shape == value_cache.shape
-    same = key_cache.untyped_storage().data_ptr() == value_cache.untyped_storage().data_ptr()
-    return alike and same and key_cache.storage_offset() < value_cache.storage_offset()
 
 
 def _gather_pieces(cache: Tensor, distance: int | None, entries: Entries, dtype: torch.dtype) -> Tensor:

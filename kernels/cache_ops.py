@@ -36,13 +36,31 @@ def write_kv(
         write_kv_triton(key, value, key_cache, value_cache, slots)
         return
     memo = {} if memo is None else memo
+    dim = key_cache.shape[3]
+    if lie_alike(key_cache, value_cache):  # one write for both
+        distance = int(value_cache.storage_offset() - key_cache.storage_offset())
+        layout: Hashable = (key_cache.shape, key_cache.stride(), distance)
+        lines = memo.get(layout)
+        if lines is None:
+            key_lines = _lines(slots, key_cache)
+            lines = memo[layout] = torch.cat([key_lines, key_lines + distance // dim])
+        table = key_cache.as_strided((_last_line(key_cache) + distance // dim + 1, dim), (dim, 1))
+        table.index_copy_(0, lines, torch.cat([key.reshape(-1, dim), value.reshape(-1, dim)]))
+        return
     for new, cache in ((key, key_cache), (value, value_cache)):
-        layout = (cache.shape, cache.stride())
+        layout, dim = (cache.shape, cache.stride()), cache.shape[3]
         lines = memo.get(layout)
         if lines is None:
             lines = memo[layout] = _lines(slots, cache)
-        table = cache.as_strided((_last_line(cache) + 1, cache.shape[3]), (cache.shape[3], 1))
-        table.index_copy_(0, lines, new.reshape(-1, cache.shape[3]))
+        cache.as_strided((_last_line(cache) + 1, dim), (dim, 1)).index_copy_(0, lines, new.reshape(-1, dim))
+
+
+def lie_alike(key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Values lie behind their keys at one distance, whole vectors apart, in the same memory."""
+    alike = key_cache.stride() == value_cache.stride() and key_cache.shape == value_cache.shape
+    same = key_cache.untyped_storage().data_ptr() == value_cache.untyped_storage().data_ptr()
+    distance = int(value_cache.storage_offset() - key_cache.storage_offset())
+    return alike and same and distance > 0 and distance % key_cache.shape[3] == 0
 
 
 def _last_line(cache: Tensor) -> int:

@@ -12,9 +12,16 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _looking_ahead() -> None:
-    """``COWBEAM_TEST_LOOKAHEAD=1`` runs the tests with steps in flight, as on CUDA."""
+def _paths_of_choice() -> None:
+    """``COWBEAM_TEST_LOOKAHEAD=1`` runs the tests with steps in flight, as on CUDA.
+
+    On CUDA the hundreds of tiny models are not compiled, which takes seconds each; test_compiled_layers does it.
+    """
     if os.environ.get("COWBEAM_TEST_LOOKAHEAD") == "1":
         from cowbeam.decoder.engine import Engine
 
         Engine.__init__.__defaults__ = (True,)
+    if os.environ.get("COWBEAM_TEST_DEVICE") == "cuda":
+        from cowbeam.decoder import Decoder
+
+        Decoder.__init__.__kwdefaults__["compile"] = False

@@ -3,7 +3,7 @@
 Use, from the repository's root (where the package is not installed, `.cache/types/cowbeam/{decoder,kernels,ui}` are
 links to the folders):
 
-    PYTHONPATH=.cache/types python3 tests/cuda_kernels_check.py [--seed N] [--no-bench]
+    PYTHONPATH=.cache/types python3 tests/cuda_kernels_check.py [--seed N] [--cases N] [--no-bench]
 
 Inputs are fresh random forests in a pool poisoned with NaN. Prints a line per case with ‖out − reference‖ / ‖reference‖
 against the float64 reference, then times of one decode layer, and one JSON line last. Exit code 1 if a bound is passed.
@@ -33,8 +33,10 @@ from cowbeam.kernels.reference import (
     paged_attention_reference,
     write_kv_reference,
 )
+from cowbeam.kernels.top_candidates import top_candidates
 from forests import Rows, relative_error
 from test_advance import Walk
+from test_top_candidates import Step, disagreement
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHAPES = [(2048, 16), (8192, 16), (8192, 64), (32768, 8)]  # prompt tokens, branches
@@ -44,10 +46,11 @@ HEADS, KV_HEADS, DIM, OWN, LAYERS = 32, 8, 128, 64, 8
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--cases", type=int, help="so many attention cases, drawn by the seed; every one compiles anew")
     parser.add_argument("--no-bench", action="store_true")
     options = parser.parse_args()
     print(f"seed {options.seed}, {torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
-    errors = check_attention(options.seed) | check_rest(options.seed)
+    errors = check_attention(options.seed, options.cases) | check_rest(options.seed)
     failed = [name for name, (error, bound) in errors.items() if not error <= bound]
     times = [] if options.no_bench else [bench(*shape, seed=options.seed) for shape in SHAPES]
     print("FAILED: " + "; ".join(failed) if failed else f"all {len(errors)} cases within their bounds")
@@ -159,9 +162,10 @@ def poison_free_memory() -> None:
     del blocks
 
 
-def check_attention(seed: int) -> dict[str, tuple[float, float]]:
+def check_attention(seed: int, count: int | None = None) -> dict[str, tuple[float, float]]:
     errors = {}
-    for index, case in enumerate(cases()):
+    drawn = cases() if count is None else random.Random(seed).sample(cases(), count)
+    for index, case in enumerate(drawn):
         start = time.perf_counter()
         name = ", ".join(f"{key}={str(value).removeprefix('torch.')}" for key, value in case.items())
         for path, error in attend(seed + index, **case).items():
@@ -172,7 +176,7 @@ def check_attention(seed: int) -> dict[str, tuple[float, float]]:
 
 
 def check_rest(seed: int) -> dict[str, tuple[float, float]]:
-    """Cache writes and copies are exact; prefill is within the bounds."""
+    """Cache writes and copies are exact; prefill and candidates are within their bounds."""
     torch.manual_seed(seed)
     errors = {}
     for dtype, bound in BOUNDS.items():
@@ -198,9 +202,23 @@ def check_rest(seed: int) -> dict[str, tuple[float, float]]:
     for index, block_size in enumerate((1, 8, 16, 64)):
         Walk(seed + index, block_size, "cuda").go(30)  # asserts
         errors[f"advance_rows, block_size {block_size}"] = (0.0, 0.0)
+    for width in (16, 64):
+        step = Step.random(seed, width, 128256, 2 * width, torch.bfloat16, "cuda")
+        errors[f"top_candidates, width {width}"] = (disagreement(captured(step), step, lower_first=True), 1e-6)
     for name, (error, _) in errors.items():
         print(f"{error:9.2e}  {name}", flush=True)
     return errors
+
+
+def captured(step: Step) -> tuple[Tensor, ...]:
+    """The step's candidates by a graph's replay."""
+    top_candidates(*step)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = top_candidates(*step)
+    graph.replay()
+    return tuple(tensor.clone() for tensor in found)
 
 
 def bench(prompt: int, width: int, *, seed: int) -> dict:

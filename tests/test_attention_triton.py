@@ -24,14 +24,25 @@ if not INTERPRETED:
 else:
     import torch
 
-    from cowbeam.kernels import advance_triton, attention, cache_ops, cache_ops_triton, plan, plan_triton
+    from cowbeam.kernels import (
+        advance_triton,
+        attention,
+        cache_ops,
+        cache_ops_triton,
+        plan,
+        plan_triton,
+        top_candidates_triton,
+    )
     from cowbeam.kernels.plan import Plan, build_plan
     from cowbeam.kernels.reference import copy_blocks_reference, paged_attention_reference, write_kv_reference
     from forests import Rows, relative_error
     from test_advance import Walk
     from test_attention import check
+    from test_top_candidates import Step, disagreement, strange_rows, tied
 
-    pytestmark = pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+    pytestmark = pytest.mark.filterwarnings(
+        "ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+    )
 
     def forest(block_size=16, seed=0):
         """Groups, single branches, odd lengths, a prefill chunk, padding; small, for the interpreter is slow."""
@@ -189,6 +200,48 @@ else:
 
         monkeypatch.setattr("test_advance.advance_rows", advance)
         Walk(seed, block_size=(1, 4, 16)[seed]).go(10)
+
+    @pytest.fixture
+    def small_chunks(monkeypatch):
+        """Many chunks, and several levels of merging, from few tokens: the interpreter sorts a key a millisecond."""
+        monkeypatch.setattr(top_candidates_triton, "CHUNK", 32)
+        monkeypatch.setattr(top_candidates_triton, "KEYS_AT_ONCE", 128)
+
+    def check_candidates(step):
+        found = top_candidates_triton.top_candidates_triton(*step)
+        assert disagreement(found, step, lower_first=True) < 1e-6
+        return found
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize(
+        ("width", "vocabulary", "count"),
+        [(1, 2, 1), (1, 2, 2), (2, 2, 4), (16, 2, 32), (1, 37, 37), (2, 1000, 4), (5, 300, 3), (2, 37, 50)],
+    )
+    def test_candidates_of_every_shape(width, vocabulary, count, dtype, small_chunks):
+        check_candidates(Step.random(width * count, width, vocabulary, count, dtype))
+
+    @pytest.mark.parametrize(
+        ("width", "vocabulary", "count"), [(16, 1000, 32), (40, 37, 20), (40, 1000, 8), (16, 5003, 6)]
+    )
+    def test_candidates_of_many_chunks_are_merged_level_by_level(width, vocabulary, count, small_chunks):
+        check_candidates(Step.random(count, width, vocabulary, count, torch.bfloat16))
+
+    def test_candidates_of_chunks_as_large_as_on_a_gpu():
+        check_candidates(Step.random(3, 2, 5003, 2, torch.float32))
+
+    def test_equal_candidates_come_in_the_order_of_their_indices(small_chunks):
+        """Inside a chunk, between chunks and between ranks, where a step stands on one prompt."""
+        step = tied(3, 150, 30)
+        _, indices, _ = check_candidates(step)
+        assert torch.equal(indices, step.accumulated.view(-1).sort(descending=True, stable=True).indices[:30])
+
+    @pytest.mark.parametrize("count", [5, 64])
+    @pytest.mark.parametrize("strange", strange_rows)
+    def test_candidates_of_strange_rows(strange, count, small_chunks):
+        step = strange_rows[strange](count)
+        _, indices, _ = check_candidates(step)
+        unusable = step.accumulated.view(-1).isnan().nonzero()[:count, 0]
+        assert torch.equal(indices[: len(unusable)], unusable)
 
     def test_reference_agrees_with_dense_softmax():
         """The oracle itself, against one line of torch on contiguous keys."""

@@ -139,7 +139,8 @@ def test_greedy_takes_the_greatest_logit() -> None:
     logits[0, 5] = 1e-9
     group = Group(Request((1,), BeamSearchParams(num_beams=1), frozenset(), seed=None), BlockPool(8, 4), KVBytes(1, ()))
     group.plant()
-    ((_, _, token),) = CandidateSource(group, torch.device("cpu")).propose(logits, torch.zeros(1)).T.tolist()
+    source = CandidateSource(group, torch.device("cpu"))
+    ((_, _, token),) = source.propose(logits, torch.zeros(1, dtype=torch.long), torch.zeros(1))[0].T.tolist()
     assert token == 5
 
 

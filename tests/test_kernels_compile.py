@@ -12,15 +12,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cowbeam.kernels import advance_triton, attention_kernel, cache_ops_triton, plan_triton
+from cowbeam.kernels import advance_triton, attention_kernel, cache_ops_triton, plan_triton, top_candidates_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MODULES = (advance_triton, attention_kernel, cache_ops_triton, plan_triton)
-HALF = {"QUERY", "KEYS", "VALUES", "OUT", "KEY", "VALUE", "KEY_CACHE", "VALUE_CACHE", "SINKS"}
-SINGLE = {"PARTIAL_OUT", "PARTIAL_LSE"}
+MODULES = (advance_triton, attention_kernel, cache_ops_triton, plan_triton, top_candidates_triton)
+HALF = {"QUERY", "LOGITS", "KEYS", "VALUES", "OUT", "KEY", "VALUE", "KEY_CACHE", "VALUE_CACHE", "SINKS"}
+SINGLE = {
+    "PARTIAL_OUT", "PARTIAL_LSE", "MAXIMA", "SUMS", "PARTIAL_MAXIMA", "PARTIAL_SUMS", "RUNNING", "LOG_SUMS", "SCORES",
+}  # fmt: skip
 LONG = {
     "PARENTS", "TOKENS", "TOKEN_IDS", "POSITIONS", "SLOTS", "UPCOMING", "ROW_OF", "NEW_BLOCK", "COPY_SOURCES",
-    "COPY_DESTINATIONS", "POINTERS", "SOURCES", "DESTINATIONS",
+    "COPY_DESTINATIONS", "ROWS", "BEST_CHUNKS", "MERGED", "INDICES", "POINTERS", "SOURCES", "DESTINATIONS",
 }  # fmt: skip
 
 ATTENTION = dict(
@@ -49,6 +51,11 @@ CONSTANTS: dict[str, list[dict[str, Any]]] = {
     "_windows_kernel": [PLAN],
     "_tiles_kernel": [PLAN],
     "_entries_kernel": [PLAN],
+    "_partials_kernel": [dict(CHUNK=2048)],
+    "_chunks_kernel": [dict(ROWS_PAD=16, CHUNKS_PAD=64, KEEP=32)],
+    "_tokens_kernel": [dict(CHUNK=2048, KEEP=32)],
+    "_merge_kernel": [dict(SIZE=4096, KEEP=32)],
+    "_unpack_kernel": [dict(SIZE=1024, KEEP=32)],
 }  # fmt: skip
 
 
@@ -61,12 +68,13 @@ def kernels() -> Iterator[Any]:
                     yield pytest.param(kernel, constants, id=f"{long}-{number}")
 
 
-def pointer(name: str) -> str:
-    if name in HALF:
+def pointer(name: str, kernel: Any) -> str:
+    is_sorted = name == "KEYS" and kernel.fn.__module__ == top_candidates_triton.__name__
+    if name in HALF and not is_sorted:
         return "*bf16"
     if name in SINGLE:
         return "*fp32"
-    return "*i64" if name in LONG else "*i32"
+    return "*i64" if is_sorted or name in LONG else "*i32"
 
 
 @pytest.mark.parametrize(("kernel", "constants"), list(kernels()))
@@ -75,7 +83,7 @@ def test_kernel_compiles_for_hopper(kernel: Any, constants: dict[str, Any]) -> N
     signature = {
         name: "constexpr"
         if name in constants
-        else pointer(name)
+        else pointer(name, kernel)
         if name.isupper()
         else "fp32"
         if name in ("scale", "cap")

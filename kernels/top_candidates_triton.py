@@ -1,0 +1,198 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""`kernels/top_candidates.py` without sorting what cannot win.
+
+1. Every chunk of every row: its greatest logit and its sum of exponentials.
+2. Of all chunks the `count` best, by the score of their greatest logit. No other chunk can hold a candidate: each of
+   those `count` holds a token that ranks before all of its tokens. (Scores grow with the logits, rounding included, and
+   chunks are stretches of indices, so ties between chunks fall as ties between their tokens do.)
+3. Of each of these chunks the best tokens. 4. Of these tokens the best.
+
+What is ranked is a *key*: an int64 that orders by score, equal scores by the lower index.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Tokens of a chunk: smaller ones make more work for step 2, larger ones for step 3.
+CHUNK = 2048
+SMALLEST_CHUNK = 32
+# Keys that a program sorts at once.
+KEYS_AT_ONCE = 4096
+
+LEAST: tl.constexpr = tl.constexpr(-(2**63))  # below every score's key
+LOWEST: tl.constexpr = tl.constexpr(float("-inf"))
+
+
+def top_candidates_triton(logits: Tensor, rows: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `top_candidates`; four launches, more where there are more than `KEYS_AT_ONCE` keys to merge."""
+    width, vocabulary = rows.shape[0], logits.shape[1]
+    rows, running = rows.contiguous(), running.contiguous()
+    chunk = min(CHUNK, max(SMALLEST_CHUNK, triton.next_power_of_2(vocabulary)))
+    chunks = triton.cdiv(vocabulary, chunk)
+    partial_maxima, partial_sums = running.new_empty(width, chunks), running.new_empty(width, chunks)
+    _partials_kernel[(chunks, width)](
+        logits, rows, partial_maxima, partial_sums, logits.stride(0), vocabulary, CHUNK=chunk, num_warps=4
+    )
+    maxima, log_sums = running.new_empty(width), running.new_empty(width)
+    num_best = min(count, width * chunks)
+    best_chunks = _rank_chunks(partial_maxima, partial_sums, running, maxima, log_sums, num_best)
+    keep = _power(count)
+    assert 2 * keep <= KEYS_AT_ONCE, f"count {count} is too large to merge {KEYS_AT_ONCE} keys at a time"
+    kept = min(keep, chunk)
+    keys = rows.new_empty(num_best * kept)
+    _tokens_kernel[(num_best,)](
+        logits, rows, running, maxima, log_sums, best_chunks, keys, logits.stride(0), vocabulary, chunks,
+        CHUNK=chunk, KEEP=kept, num_warps=_warps(chunk),
+    )  # fmt: skip
+    keys = _merge(keys, keep)
+    scores, indices = running.new_empty(count), rows.new_empty(count)
+    size = max(_power(keys.numel()), keep)
+    _unpack_kernel[(1,)](
+        keys, scores, indices, keys.numel(), count, SIZE=size, KEEP=keep, num_warps=_warps(size)
+    )  # fmt: skip
+    return scores, indices, maxima
+
+
+def _rank_chunks(
+    partial_maxima: Tensor, partial_sums: Tensor, running: Tensor, maxima: Tensor, log_sums: Tensor, num_best: int
+) -> Tensor:
+    """Keys of the best chunks, best first, [≥ num_best]; fills `maxima` and `log_sums`."""
+    width, chunks = partial_maxima.shape
+    chunks_pad = _power(chunks)
+    rows_pad = min(triton.next_power_of_2(width), max(1, KEYS_AT_ONCE // chunks_pad))
+    programs = triton.cdiv(width, rows_pad)
+    size = rows_pad * chunks_pad
+    keep = min(_power(num_best), size)
+    keys = torch.empty(programs * keep, dtype=torch.int64, device=running.device)
+    _chunks_kernel[(programs,)](
+        partial_maxima, partial_sums, running, maxima, log_sums, keys, width, chunks,
+        ROWS_PAD=rows_pad, CHUNKS_PAD=chunks_pad, KEEP=keep, num_warps=_warps(size),
+    )  # fmt: skip
+    if programs == 1:
+        return keys
+    keep = _power(num_best)
+    while keys.numel() > keep:
+        keys = _merge_once(keys, keep)
+    return keys
+
+
+def _merge(keys: Tensor, keep: int) -> Tensor:
+    """Few enough keys for one program, the best `keep` among them."""
+    while keys.numel() > KEYS_AT_ONCE:
+        keys = _merge_once(keys, keep)
+    return keys
+
+
+def _merge_once(keys: Tensor, keep: int) -> Tensor:
+    size = min(KEYS_AT_ONCE, _power(keys.numel()))
+    programs = triton.cdiv(keys.numel(), size)
+    merged = keys.new_empty(programs * keep)
+    _merge_kernel[(programs,)](keys, merged, keys.numel(), SIZE=size, KEEP=keep, num_warps=_warps(size))
+    return merged
+
+
+def _power(number: int) -> int:
+    """The next power of two, at least 2: `tl.topk` of Triton 3.6 cannot keep a single key."""
+    return max(2, int(triton.next_power_of_2(number)))
+
+
+def _warps(keys: int) -> int:
+    """Most programs that sort have a multiprocessor to themselves, so more warps mean less waiting."""
+    return 8 if keys >= 1024 else 4
+
+
+@triton.jit
+def _key(score, index):
+    """Order-preserving bits of the score above the inverted index. All NaN are one, above +inf."""
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(score != score, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    return (bits.to(tl.int64) << 32) | (0x7FFFFFFF - index.to(tl.int64))
+
+
+@triton.jit
+def _index(key):
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@triton.jit
+def _score(key):
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _partials_kernel(
+    LOGITS, ROWS, MAXIMA, SUMS, logits_row, vocabulary,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    chunk, rank = tl.program_id(0), tl.program_id(1)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    row = tl.load(ROWS + rank).to(tl.int64)
+    x = tl.load(LOGITS + row * logits_row + token, mask=token < vocabulary, other=LOWEST).to(tl.float32)
+    is_nan = x != x
+    maximum = tl.max(tl.where(is_nan, LOWEST, x), 0)
+    # A chunk of -inf has the sum 0, unless the whole row is: that shows when the row's chunks meet.
+    total = tl.sum(tl.exp(x - tl.where(maximum == LOWEST, 0.0, maximum)), 0)
+    at = rank * tl.num_programs(0) + chunk
+    # Not every machine's maximum lets NaN through.
+    tl.store(MAXIMA + at, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), maximum))
+    tl.store(SUMS + at, total)
+
+
+@triton.jit
+def _chunks_kernel(
+    PARTIAL_MAXIMA, PARTIAL_SUMS, RUNNING, MAXIMA, LOG_SUMS, KEYS, width, chunks,
+    ROWS_PAD: tl.constexpr, CHUNKS_PAD: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    rank = tl.program_id(0) * ROWS_PAD + tl.arange(0, ROWS_PAD)
+    chunk = tl.arange(0, CHUNKS_PAD)[None, :]
+    at = rank[:, None] * chunks + chunk
+    live = (rank[:, None] < width) & (chunk < chunks)
+    partial = tl.load(PARTIAL_MAXIMA + at, mask=live, other=LOWEST)
+    is_nan = partial != partial
+    maximum = tl.max(tl.where(is_nan, LOWEST, partial), 1)
+    maximum = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), maximum)
+    # The difference is NaN in a row of -inf and in one with +inf or NaN.
+    total = tl.sum(tl.load(PARTIAL_SUMS + at, mask=live, other=0.0) * tl.exp(partial - maximum[:, None]), 1)
+    # In float32 the GPU's logarithm is approximate: too far off where a row has one likely token.
+    log_sum = tl.log(total.to(tl.float64)).to(tl.float32)
+    tl.store(MAXIMA + rank, maximum, mask=rank < width)
+    tl.store(LOG_SUMS + rank, log_sum, mask=rank < width)
+    running = tl.load(RUNNING + rank, mask=rank < width, other=0.0)
+    score = running[:, None] + ((partial - maximum[:, None]) - log_sum[:, None])
+    keys = tl.reshape(tl.where(live, _key(score, at), LEAST), [ROWS_PAD * CHUNKS_PAD])
+    tl.store(KEYS + tl.program_id(0) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+
+
+@triton.jit
+def _tokens_kernel(
+    LOGITS, ROWS, RUNNING, MAXIMA, LOG_SUMS, BEST_CHUNKS, KEYS, logits_row, vocabulary, chunks,
+    CHUNK: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    best = _index(tl.load(BEST_CHUNKS + tl.program_id(0)))
+    rank = best // chunks
+    token = best % chunks * CHUNK + tl.arange(0, CHUNK)
+    row = tl.load(ROWS + rank).to(tl.int64)
+    x = tl.load(LOGITS + row * logits_row + token, mask=token < vocabulary, other=LOWEST).to(tl.float32)
+    # torch's order of operations, which decides what is equal.
+    score = tl.load(RUNNING + rank) + ((x - tl.load(MAXIMA + rank)) - tl.load(LOG_SUMS + rank))
+    keys = tl.where(token < vocabulary, _key(score, rank * vocabulary + token), LEAST)
+    tl.store(KEYS + tl.program_id(0) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+
+
+@triton.jit
+def _merge_kernel(KEYS, MERGED, size, SIZE: tl.constexpr, KEEP: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    keys = tl.load(KEYS + at, mask=at < size, other=LEAST)
+    tl.store(MERGED + tl.program_id(0) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+
+
+@triton.jit
+def _unpack_kernel(KEYS, SCORES, INDICES, size, count, SIZE: tl.constexpr, KEEP: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    keys = tl.topk(tl.load(KEYS + at, mask=at < size, other=LEAST), KEEP)
+    place = tl.arange(0, KEEP)
+    tl.store(SCORES + place, _score(keys), mask=place < count)
+    tl.store(INDICES + place, _index(keys), mask=place < count)
