@@ -1,16 +1,18 @@
-"""Beam search beside transformers, in the same run: prefill and time a step.
+"""Beam search (or parallel samples) beside transformers, in the same run: prefill and time a step.
 
     python scripts/bench_decode.py                        # default model, prompts 64, 512, 2048 × beams 4, 8, 16
     python scripts/bench_decode.py --case 2048x16
     python scripts/bench_decode.py --shape llama-8b --case 8192x16     # random weights of that shape
+    python scripts/bench_decode.py --shape llama-8b --case 8192x16 --samples
 
-A step of cowbeam is (time of all tokens - time of the first) / (tokens - 1) of whole calls, host work included,
-repeated. A step of transformers is the mean span between the beginnings of two forward passes, which holds all of it
-too.
+A step of cowbeam is (time of all tokens - time of 8) / (tokens - 8) of whole calls, host work included, repeated;
+prefill is the time of one token. A step of transformers is the mean span between the beginnings of two forward passes,
+which holds all of it too.
 
-In float32 both must give the same tokens, or the script fails. In half precision other row counts round differently,
-and two beams that are nearly as good may change places: then the scores of both answers stand beside each other. The
-last line is JSON.
+Beams in float32 must give the same tokens on both sides, or the script fails. In half precision other row counts round
+differently, and two beams that are nearly as good may change places: then the scores of both answers stand beside each
+other. Samples are drawn by generators of their own and not compared. On CUDA the peak of torch's memory beside weights
+and pool is reported. The last line is JSON.
 """
 
 import argparse
@@ -25,7 +27,7 @@ import transformers
 from bench_header import print_header
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from cowbeam.decoder import BeamSearchParams, Decoder
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.default_model import resolve_default_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,6 +44,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
     ),
 }  # fmt: skip
+FEW_TOKENS = 8
 DEFAULT_CASES = [f"{prompt}x{beams}" for prompt in (64, 512, 2048) for beams in (4, 8, 16)]
 
 
@@ -80,25 +83,45 @@ def load_model(shape: str | None, device: str, dtype: torch.dtype) -> PreTrained
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def run_transformers(
-    model: PreTrainedModel, prompt: list[int], num_beams: int, new_tokens: int
-) -> tuple[list[int], Timing]:
+class Search(NamedTuple):
+    """What is timed: ``width`` beams, or samples, of ``new_tokens`` tokens."""
+
+    width: int
+    new_tokens: int
+    is_samples: bool
+
+    def params(self, new_tokens: int) -> BeamSearchParams | SamplingParams:
+        if self.is_samples:
+            return SamplingParams(
+                num_return_sequences=self.width, max_new_tokens=new_tokens, eos_token_id=[], seed=new_tokens
+            )
+        return BeamSearchParams(num_beams=self.width, max_new_tokens=new_tokens, eos_token_id=[])
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The same for transformers."""
+        if self.is_samples:
+            return {"do_sample": True, "num_return_sequences": self.width, "top_k": 0}
+        return {"do_sample": False, "num_beams": self.width}
+
+
+def run_transformers(model: PreTrainedModel, prompt: list[int], search: Search) -> tuple[list[int], Timing]:
     ids = torch.tensor([prompt], device=model.device)
     with torch.inference_mode(), StepClock(model) as clock:
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), num_beams=num_beams, max_new_tokens=new_tokens, do_sample=False,
-            eos_token_id=None, pad_token_id=0,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=search.new_tokens, eos_token_id=None,
+            pad_token_id=0, **search.settings,
         )  # fmt: skip
     return out[0, len(prompt) :].tolist(), clock.timing
 
 
-def run_cowbeam(decoder: Decoder, prompt: list[int], num_beams: int, new_tokens: int) -> tuple[list[int], Timing]:
+def run_cowbeam(decoder: Decoder, prompt: list[int], search: Search) -> tuple[list[int], Timing]:
     seconds = {}
-    for count in (1, new_tokens):
+    for count in (1, FEW_TOKENS, search.new_tokens):
         start = time.perf_counter()
-        result = decoder.generate(prompt, BeamSearchParams(num_beams=num_beams, max_new_tokens=count, eos_token_id=[]))
+        result = decoder.generate(prompt, search.params(count))
         seconds[count] = time.perf_counter() - start
-    step = (seconds[new_tokens] - seconds[1]) / (new_tokens - 1)
+    step = (seconds[search.new_tokens] - seconds[FEW_TOKENS]) / (search.new_tokens - FEW_TOKENS)
     return list(result.completions[0].token_ids), Timing(seconds[1], [step])
 
 
@@ -119,33 +142,45 @@ def spread(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def run_case(decoder: Decoder, case: str, new_tokens: int, peer: bool) -> dict[str, Any]:
+def run_case(decoder: Decoder, case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Both sides in turn, ours first and last, so that a machine that slows down or speeds up does it to both."""
-    prompt_length, num_beams = (int(part) for part in case.split("x"))
+    prompt_length, width = (int(part) for part in case.split("x"))
+    search = Search(width, options.new_tokens, options.samples)
+    peer = not options.no_peer
     generator = torch.Generator().manual_seed(prompt_length)
     prompt = torch.randint(3, decoder.model.config.vocab_size, (prompt_length,), generator=generator).tolist()
-    run_cowbeam(decoder, prompt, num_beams, new_tokens)  # compiles kernels, captures graphs
-    ours, timing = run_cowbeam(decoder, prompt, num_beams, new_tokens)
+    run_cowbeam(decoder, prompt, search)  # compiles kernels, captures graphs
+    ours, timing = run_cowbeam(decoder, prompt, search)
+    row: dict[str, Any] = {"case": case, "search": "samples" if search.is_samples else "beams"}
+    if decoder.model.device.type == "cuda":
+        row["bytes_beside"] = bytes_beside_weights_and_pool(decoder)
     timings: dict[str, list[Timing]] = {"cowbeam": [timing], "transformers": []}
-    for _ in range(2 if prompt_length * num_beams > 4096 else 7):
+    for _ in range(2 if prompt_length * width > 4096 else 7):
         if peer:
-            theirs, timing = run_transformers(decoder.model, prompt, num_beams, new_tokens)
+            theirs, timing = run_transformers(decoder.model, prompt, search)
             timings["transformers"].append(timing)
-        timings["cowbeam"].append(run_cowbeam(decoder, prompt, num_beams, new_tokens)[1])
-    row: dict[str, Any] = {"case": case}
+        timings["cowbeam"].append(run_cowbeam(decoder, prompt, search)[1])
     for side, of_side in timings.items():
         if of_side:
             prefill = statistics.median(timing.prefill for timing in of_side)
             row[side] = {"prefill": prefill, "step": spread([step for timing in of_side for step in timing.steps])}
     if peer:
-        row["same_tokens"] = ours == theirs
-        row["score"] = {
-            "cowbeam": score(decoder.model, prompt, ours),
-            "transformers": score(decoder.model, prompt, theirs),
-        }
+        if not search.is_samples:
+            row["same_tokens"] = ours == theirs
+            row["score"] = {
+                "cowbeam": score(decoder.model, prompt, ours),
+                "transformers": score(decoder.model, prompt, theirs),
+            }
         row["prefill_ratio"] = row["transformers"]["prefill"] / row["cowbeam"]["prefill"]
         row["step_ratio"] = row["transformers"]["step"]["median"] / row["cowbeam"]["step"]["median"]
     return row
+
+
+def bytes_beside_weights_and_pool(decoder: Decoder) -> int:
+    """The peak of torch's memory since the decoder was made, less what stays: activations, graphs, workspaces."""
+    weights = sum(tensor.nbytes for tensor in (*decoder.model.parameters(), *decoder.model.buffers()))
+    pool = decoder.num_blocks * decoder.block_size * decoder.kv_layout.per_token
+    return torch.cuda.max_memory_allocated() - weights - pool
 
 
 def show(row: dict[str, Any]) -> None:
@@ -163,6 +198,8 @@ def show(row: dict[str, Any]) -> None:
     if "same_tokens" in row:
         scores = "scores {cowbeam:.4f}, {transformers:.4f}".format(**row["score"])
         same = "same tokens" if row["same_tokens"] else f"TOKENS DIFFER, {scores}"
+    if "bytes_beside" in row:
+        same += f", {row['bytes_beside'] / 1e9:.2f} GB beside weights and pool"
     print(f"{row['case']:>9} | {side('cowbeam'):<34} | {side('transformers'):<34} | {ratios} {same}", flush=True)
 
 
@@ -172,7 +209,8 @@ def main() -> int:
     parser.add_argument(
         "--shape", choices=sorted(SHAPES), help="random weights of this shape instead of the default model"
     )
-    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--samples", action="store_true", help="parallel samples, not beams")
+    parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--block-size", type=int, default=16)
@@ -183,14 +221,19 @@ def main() -> int:
     dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
     title = f"Beams of {options.shape or 'SmolLM2-135M-Instruct'}, {dtype}, beside transformers"
     about = print_header(title) | {"model": options.shape or "SmolLM2-135M-Instruct", "dtype": str(dtype)}
+    model = load_model(options.shape, options.device, dtype)
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
     decoder = Decoder(
-        load_model(options.shape, options.device, dtype), block_size=options.block_size, attention=options.attention,
+        model, block_size=options.block_size, attention=options.attention,
         memory_fraction=0.3,
     )  # fmt: skip
+    print(f"The decoder was made in {time.perf_counter() - started:.1f} s.")
     print(f"{'P x W':>9} | {'cowbeam: prefill ms, step ms':<34} | {'transformers':<34} | prefill, step ratio")
     rows = []
     for case in options.case or DEFAULT_CASES:
-        rows.append(run_case(decoder, case, options.new_tokens, peer=not options.no_peer))
+        rows.append(run_case(decoder, case, options))
         show(rows[-1])
     print(json.dumps({**about, "cases": rows}))
     differs = options.device == "cpu" and any(row.get("same_tokens") is False for row in rows)
