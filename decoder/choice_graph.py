@@ -4,7 +4,9 @@ Some forty small launches follow a forward pass: log-softmax, the best candidate
 one they would take longer than a small model's forward pass.
 """
 
+import logging
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,12 @@ from cowbeam.decoder.group import Group
 from cowbeam.decoder.step_graph import CapturedStep, StepGraphs
 from cowbeam.kernels.advance import advance_rows
 
+logger = logging.getLogger("cowbeam")
+
+SIGHTINGS = 4  # of a signature before it is captured
+MAX_CAPTURED = 16  # after one captured step
+MAX_SIGNATURES = 1024  # whose sightings are counted
+
 
 @dataclass(frozen=True)
 class Flight:
@@ -29,6 +37,7 @@ class Flight:
     rows: list[Tensor]  # each group's rows, in rank order
     given: list[Tensor]  # see `CandidateSource.propose`
     tables_before: Tensor | None = None  # the block tables of the step before, where the device laid this one out
+    launched: torch.cuda.Event | None = None
 
     @property
     def num_rows(self) -> int:
@@ -141,6 +150,31 @@ class _CapturedChoice:
         return Ahead(self._choices, self._flight.rows, self._flat, self._sizes, self._tables_before)
 
 
+class _Choices:
+    """The captured choices after one captured step, the last used ones. A capture costs as much as some dozen steps."""
+
+    def __init__(self) -> None:
+        self._captured: OrderedDict[Hashable, _CapturedChoice] = OrderedDict()
+        self._sightings: Counter[Hashable] = Counter()
+
+    def find(self, signature: Hashable) -> _CapturedChoice | None:
+        if signature in self._captured:
+            self._captured.move_to_end(signature)
+        return self._captured.get(signature)
+
+    def is_worth_it(self, signature: Hashable) -> bool:
+        """It is seen often: widths that samples only pass through while they end are not."""
+        if len(self._sightings) > MAX_SIGNATURES:
+            self._sightings.clear()
+        self._sightings[signature] += 1
+        return self._sightings[signature] >= SIGHTINGS
+
+    def keep(self, signature: Hashable, captured: _CapturedChoice) -> None:
+        self._captured[signature] = captured
+        if len(self._captured) > MAX_CAPTURED:
+            self._captured.popitem(last=False)
+
+
 class ChoiceGraphs:
     """Looks ahead by captured graphs where the step is captured and the choice can be, else launch by launch."""
 
@@ -148,23 +182,33 @@ class ChoiceGraphs:
         self._graphs = graphs
         self._block_size = block_size
         self._scratch_block = scratch_block
-        self._captured: weakref.WeakKeyDictionary[CapturedStep, dict[Hashable, _CapturedChoice]]
-        self._captured = weakref.WeakKeyDictionary()
+        self._captured: weakref.WeakKeyDictionary[CapturedStep, _Choices] = weakref.WeakKeyDictionary()
+        self._can_capture = True
 
     def choose(self, flight: Flight, upcoming: Sequence[int]) -> Ahead:
         """`look_ahead` after the last decoded step, ``flight``."""
         step = self._graphs.step
         signature = tuple(s.signature(len(rows)) for s, rows in zip(flight.sources, flight.rows, strict=True))
-        if step is None or None in signature:
+        if step is None or None in signature or not self._can_capture:
             return self._look_ahead(flight, upcoming)
-        choices = self._captured.setdefault(step, {})
-        captured = choices.get(signature)
+        choices = self._captured.setdefault(step, _Choices())
+        captured = choices.find(signature)
         if captured is not None:
             return captured.replay(flight, upcoming)
         ahead = self._look_ahead(flight, upcoming)
-        choices[signature] = captured = _CapturedChoice(flight, ahead, self._graphs.inputs)
-        captured.capture(self._graphs.pool, self._block_size, self._scratch_block)
+        if choices.is_worth_it(signature):
+            self._capture(choices, signature, flight, ahead)
         return ahead
+
+    def _capture(self, choices: "_Choices", signature: Hashable, flight: Flight, ahead: Ahead) -> None:
+        captured = _CapturedChoice(flight, ahead, self._graphs.inputs)
+        try:
+            captured.capture(self._graphs.pool, self._block_size, self._scratch_block)
+        except RuntimeError as error:  # the step itself is computed: what is lost is only time
+            logger.warning("choices go on without CUDA graphs: %s", str(error).splitlines()[0])
+            self._can_capture = False
+            return
+        choices.keep(signature, captured)
 
     def _look_ahead(self, flight: Flight, upcoming: Sequence[int]) -> Ahead:
         inputs = self._graphs.inputs

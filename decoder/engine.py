@@ -71,7 +71,7 @@ class Engine:
         self._decode_text = decode_text
         self._lock = threading.RLock()
         self._in_turn = False
-        self._aborted_in_turn: list[Run] = []
+        self._aborted: deque[Run] = deque()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -99,36 +99,49 @@ class Engine:
 
     def step(self, run: Run) -> None:
         """One turn, unless ``run`` is over already. Raises what the model raises, with nothing left half done."""
-        with self._lock:
-            if run.is_over:
-                return
-            self._in_turn = True
-            try:
-                # What is in flight lands first: its rows are those of the groups that run now.
-                admitted = self._scheduler.admit() if self._flight is None else []
-                if admitted:
-                    self._prefill(admitted)
-                else:
-                    self._decode()
-            except BaseException as error:
-                # The turn may have stopped anywhere: no state of it is worth keeping.
-                self._fail_all(error)
-                raise
-            finally:
-                self._in_turn = False
-                while self._aborted_in_turn:
-                    self.abort(self._aborted_in_turn.pop())
+        try:
+            with self._lock:
+                if not run.is_over:
+                    self._turn()
+        finally:
+            self._drop_aborted()
+
+    def _turn(self) -> None:
+        self._in_turn = True
+        try:
+            # What is in flight lands first: its rows are those of the groups that run now.
+            admitted = self._scheduler.admit() if self._flight is None else []
+            if admitted:
+                self._prefill(admitted)
+            else:
+                self._decode()
+        except BaseException as error:
+            # The turn may have stopped anywhere: no state of it is worth keeping.
+            self._fail_all(error)
+            raise
+        finally:
+            self._in_turn = False
 
     def abort(self, run: Run) -> None:
-        """Drop a request; its blocks are free on return.
+        """Drop a request; its blocks are free on return, or at the end of a turn that another thread is in.
 
-        Python may collect an abandoned stream in the middle of a turn, on the turning thread: then at the turn's end.
+        Never waits: Python may collect an abandoned stream anywhere, in the middle of a turn or of another decoder's,
+        whose thread this one's may be waiting for.
         """
-        with self._lock:
-            if self._in_turn:
-                self._aborted_in_turn.append(run)
-            elif not run.is_over:
-                self._fail(run.group, RuntimeError("the request was aborted"))
+        self._aborted.append(run)
+        self._drop_aborted()
+
+    def _drop_aborted(self) -> None:
+        """Drop what was aborted, unless a turn is on, which does it at its end."""
+        # Looked at again after each release: what came in between found the lock held and left it to us.
+        while self._aborted and not self._in_turn and self._lock.acquire(blocking=False):
+            try:
+                while self._aborted and not self._in_turn:
+                    run = self._aborted.popleft()
+                    if not run.is_over:
+                        self._fail(run.group, RuntimeError("the request was aborted"))
+            finally:
+                self._lock.release()
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
@@ -156,8 +169,9 @@ class Engine:
         flight = self._flight
         if flight is None:
             groups = list(self._scheduler.running)
+            sources = self._sources(groups)
             layout = self._lay_out(groups)
-            flight = self._lookahead.launch(groups, self._sources(groups), self._batch.upload(layout), layout)
+            flight = self._lookahead.launch(groups, sources, self._batch.upload(layout), layout)
         self._flight = None
         if self._may_look_ahead(flight):
             landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
@@ -167,7 +181,7 @@ class Engine:
         chosen = self._choose(flight, landing)
         if ahead is not None and [len(continuations) for continuations in chosen] == num_branches:
             landing.check(self._lay_out(flight.groups), self._cache.block_size)
-            self._flight = ahead
+            self._flight = ahead if self._scheduler.running else None
         else:
             self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
             self._follow(flight, chosen)
@@ -232,8 +246,14 @@ class Engine:
         self._show(run)
 
     def _show(self, run: Run) -> None:
-        if run.frames is not None:
+        if run.frames is None:
+            return
+        try:
             run.frames.append(make_frame(run.group, self._decode_text, run.result))
+        except Exception as error:  # the tokenizer's fault is this request's alone
+            run.error = error
+            if run.group in self._runs:
+                self._remove(run.group)
 
     def _fail(self, group: Group, error: BaseException) -> None:
         self._runs[group].error = error
@@ -243,6 +263,8 @@ class Engine:
         group.free()
         self._scheduler.remove(group)
         del self._runs[group]
+        if self._flight is not None and self._runs.keys().isdisjoint(self._flight.groups):
+            self._flight = None  # nobody waits for it any more
 
     def _fail_all(self, error: BaseException) -> None:
         for run in self._runs.values():

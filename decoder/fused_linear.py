@@ -7,7 +7,7 @@ the parameters where they were. Which Linears belong together is found by watchi
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -24,7 +24,6 @@ class LinearGroup:
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self.members = tuple(members)
-        self.sizes = [member.out_features for member in members]
         self._last = len(members) - 1
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
@@ -32,11 +31,12 @@ class LinearGroup:
 
     def lay_together(self) -> None:
         """Make the members' parameters views of one tensor; the extra memory while it runs is that tensor."""
+        self.sizes = [len(member.weight) for member in self.members]
         biases = [bias for member in self.members if (bias := member._parameters["bias"]) is not None]
         self.weight = _one_tensor([member.weight for member in self.members])
         self.bias = _one_tensor(biases) if biases else None
         self._places = [
-            (member._parameters, name, _address(member._parameters[name]))
+            (member._parameters, name, place_of(member._parameters[name]))
             for member in self.members
             for name in ("weight", "bias")
         ]
@@ -44,8 +44,8 @@ class LinearGroup:
     @property
     def is_current(self) -> bool:
         """The members' parameters are views of ``weight`` and ``bias`` yet: their owner may have put others there."""
-        return all(_address(parameters.get(name)) == address for parameters, name, address in self._places) and not any(
-            "forward" in member.__dict__ for member in self.members
+        return all(place_of(parameters.get(name)) == place for parameters, name, place in self._places) and all(
+            type(member) is nn.Linear and "forward" not in member.__dict__ for member in self.members
         )
 
     def part(self, index: int, x: Tensor) -> Tensor:
@@ -64,8 +64,9 @@ class LinearGroup:
         self._parts = ()
 
 
-def _address(parameter: Tensor | None) -> int | None:
-    return None if parameter is None else parameter.data_ptr()
+def place_of(tensor: Tensor | None) -> Hashable:
+    """Where a tensor's numbers lie and how: an owner can transpose or cut one without moving it."""
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 class _Share:
@@ -107,6 +108,12 @@ class FusedLinears:
                 group.lay_together()
             else:
                 self.groups.remove(group)
+        self._list_shares()
+
+    def leave_out_strangers(self, model: nn.Module) -> None:
+        """Let go of groups whose members their owner has taken out of the model, and of their weights."""
+        modules = set(model.modules())
+        self.groups = [group for group in self.groups if modules.issuperset(group.members)]
         self._list_shares()
 
     @contextmanager

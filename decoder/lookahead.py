@@ -58,7 +58,8 @@ class Lookahead:
         """A step as the host laid it out."""
         logits = self._graphs.decode(inputs)
         rows = [to_device(rows, torch.long, logits.device) for rows in layout.rows_of_group]
-        return Flight(list(groups), list(sources), logits, rows, [source.given for source in sources])
+        given = [source.given for source in sources]
+        return Flight(list(groups), list(sources), logits, rows, given, launched=_mark(logits))
 
     def may_follow(self, flight: Flight, pool: BlockPool) -> bool:
         """A next step is sure to be needed unless a branch ends early, and there is room for it."""
@@ -71,12 +72,14 @@ class Lookahead:
     @torch.inference_mode()
     def land(self, flight: Flight) -> Landing:
         """Propose candidates and send them to the host."""
+        _wait(flight)
         _, flat, sizes = candidates_of(flight)
         return Landing(flat, sizes)
 
     @torch.inference_mode()
     def land_and_go_on(self, flight: Flight, pool: BlockPool) -> tuple[Landing, Flight]:
         """The same, and begin the step after ``flight`` with what the device foresees."""
+        _wait(flight)
         ahead = self._choices.choose(flight, pool.upcoming(flight.num_rows))
         landing = Landing(ahead.flat, ahead.sizes)
         logits = self._graphs.decode_again()
@@ -86,7 +89,10 @@ class Lookahead:
             choice.scores if source.is_beams else source.given
             for source, choice in zip(flight.sources, ahead.choices, strict=True)
         ]
-        return landing, Flight(flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before)
+        next_flight = Flight(
+            flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before, _mark(logits)
+        )
+        return landing, next_flight
 
     def tables(self, flight: Flight) -> Tensor:
         """The device's block tables of the last launched step, ``flight``."""
@@ -98,3 +104,18 @@ class Lookahead:
             source.unfollow()
         assert flight.tables_before is not None, "only a step that the device laid out itself is dropped"
         return flight.tables_before
+
+
+def _mark(logits: Tensor) -> torch.cuda.Event | None:
+    """The point at which a step is computed, for whoever lands it on another stream than the one it was launched on."""
+    if not logits.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _wait(flight: Flight) -> None:
+    """The device waits, not the host: each turn runs on the stream of the thread that turns the engine."""
+    if flight.launched is not None:
+        torch.cuda.current_stream().wait_event(flight.launched)

@@ -7,7 +7,7 @@ duration of a forward pass only: outside of one it is as its owner left it.
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
-from cowbeam.decoder.fused_linear import FusedLinears, find_groups
+from cowbeam.decoder.fused_linear import FusedLinears, find_groups, place_of
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 
 logger = logging.getLogger("cowbeam")
@@ -58,12 +58,13 @@ def first_line(error: Exception) -> str:
 _PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
 
 
-def _parts_of(model: PreTrainedModel) -> list[int]:
-    """What a captured step of the model is bound to: its tensors' addresses, its hooks, its modules' own functions."""
-    found: list[int] = []
+def _parts_of(model: PreTrainedModel) -> list[Hashable]:
+    """What a captured step of the model is bound to: where its tensors lie, its hooks, its modules' functions."""
+    found: list[Hashable] = []
     for module in model.modules():
         tensors: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
-        found += [tensor.data_ptr() for tensor in tensors if type(tensor) in (torch.nn.Parameter, Tensor)]
+        found.append(id(type(module)))
+        found += [place_of(tensor) for tensor in tensors if type(tensor) in (torch.nn.Parameter, Tensor)]
         found += [*module._forward_pre_hooks, *module._forward_hooks]
         if "forward" in module.__dict__:
             found.append(id(module.__dict__["forward"]))
@@ -87,7 +88,7 @@ class ModelAdapter:
         self._attention_modules: list[torch.nn.Module] = []
         self._fused = FusedLinears([])
         self._compiled: CompiledLayers | None = None
-        self._parts: list[int] = []
+        self._parts: list[Hashable] = []
         self.version = 0
 
     @property
@@ -141,6 +142,7 @@ class ModelAdapter:
             if parts != self._parts:
                 self._parts = parts
                 self.version += 1
+                self._fused.leave_out_strangers(self.model)
 
     def fuse_linears(self) -> None:
         """Compute Linears that read the same input as one product, from now on."""

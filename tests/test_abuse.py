@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 import torch
@@ -139,6 +140,86 @@ def test_a_tokenizer_that_fails_fails_its_own_request():
     frames = list(stream)
     assert frames[-1].result is not None
     assert decoder.num_free_blocks == decoder.num_blocks
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_tokenizer_that_fails_in_a_frame_fails_its_own_stream(looks_ahead):
+    """A frame's text is made in the middle of a turn; its fault once ended whatever else was running."""
+    decoder = make_decoder()
+    decoder._engine._looks_ahead = looks_ahead
+    decoder.tokenizer = Spelling()
+    params = SamplingParams(num_return_sequences=2, max_new_tokens=12, eos_token_id=[], seed=1)
+    mine, theirs = decoder.stream(PROMPT, params), decoder.stream(PROMPT, params)
+    next(mine), next(theirs)
+    make_frame = decoder._engine._decode_text
+    calls = []
+
+    def failing_once(token_ids):
+        calls.append(token_ids)
+        if len(calls) == 1:
+            raise UnicodeError("no text")
+        return make_frame(token_ids)
+
+    decoder._engine._decode_text = failing_once
+    outcomes = []
+    for stream in (mine, theirs):
+        try:
+            outcomes.append(list(stream)[-1].result is not None)
+        except UnicodeError as error:
+            outcomes.append(str(error))
+    assert sorted(map(str, outcomes)) == ["True", "no text"]
+    decoder.check_integrity()
+    assert decoder.num_free_blocks == decoder.num_blocks
+
+
+def test_a_stream_collected_in_another_decoders_turn_does_not_lock():
+    """Its thread held the switch of the models' attention and waited for a lock whose holder waited for the switch."""
+    one, two = make_decoder(), make_decoder()
+
+    class Page:
+        pass
+
+    page = Page()
+    page.me, page.stream = page, one.stream(PROMPT, BEAMS)
+    next(page.stream)
+    is_inside = threading.Event()
+
+    def collect(*_):
+        if threading.current_thread().name == "two" and not is_inside.is_set():
+            is_inside.set()
+            time.sleep(0.5)  # the other thread takes its decoder's lock and waits for the switch
+            gc.collect()  # as Python may at any allocation
+
+    two.model.register_forward_pre_hook(collect)
+    threads = [
+        threading.Thread(target=lambda: (is_inside.wait(), one.generate(PROMPT, BEAMS)), daemon=True, name="one"),
+        threading.Thread(target=lambda: two.generate(PROMPT, BEAMS), daemon=True, name="two"),
+    ]
+    gc.disable()
+    try:
+        del page  # garbage, in a cycle
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    finally:
+        gc.enable()
+    assert not any(thread.is_alive() for thread in threads), "the two wait for each other"
+    for decoder in (one, two):
+        decoder.check_integrity()
+        assert decoder.num_free_blocks == decoder.num_blocks
+
+
+def test_a_step_in_flight_that_nobody_waits_for_is_forgotten():
+    decoder = make_decoder()
+    decoder._engine._looks_ahead = True
+    stream = decoder.stream(PROMPT, BEAMS)
+    for _ in range(3):
+        next(stream)
+    assert decoder._engine._flight is not None
+    stream.close()
+    assert decoder._engine._flight is None
+    assert tokens(decoder.generate(PROMPT, BEAMS)) == tokens(make_decoder().generate(PROMPT, BEAMS))
 
 
 def test_a_call_of_the_model_from_another_thread_is_told_so():

@@ -330,3 +330,37 @@ def test_a_model_that_cannot_take_parts_decodes_unfused(caplog: pytest.LogCaptur
         "LlamaForCausalLM decodes without fused projections"
     ]
     assert_follows(decoder)
+
+
+class Triple(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * super().forward(input)
+
+
+@pytest.mark.parametrize("change", ["transposed", "cut", "class"])
+def test_a_parameter_that_stays_where_it_is_and_is_read_otherwise(change: str) -> None:
+    """Same address, other strides, another shape, or a module of another class: once taken for unchanged."""
+    model = llama()
+    decoder = decoder_of(model)
+    tokens(decoder)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    if change == "transposed":
+        attention.q_proj.weight.data = attention.q_proj.weight.data.t()
+    elif change == "cut":
+        for linear in (mlp.gate_proj, mlp.up_proj):
+            linear.weight.data = linear.weight.data[:32]
+        mlp.down_proj.weight.data = mlp.down_proj.weight.data[:, :32].contiguous()
+    else:
+        attention.q_proj.__class__ = Triple
+    assert_follows(decoder)
+
+
+def test_weights_of_linears_that_left_the_model_are_let_go() -> None:
+    """An owner who quantizes or wraps a Linear puts another module in its place; the old weights were kept."""
+    model = llama()
+    decoder = decoder_of(model)
+    before = len(fused(decoder).groups)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = copy.deepcopy(attention.q_proj)
+    assert_follows(decoder)
+    assert len(fused(decoder).groups) == before - 1
