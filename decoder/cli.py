@@ -177,6 +177,8 @@ def run(arguments: Sequence[str]) -> None:
     prompts, name, chat, as_json, sample = (options.pop(k) for k in ("prompts", "model", "chat", "json", "sample"))
     knobs = {name: options.pop(name) for name in _DECODER_OPTIONS if name in options}
     params = _params(options, sample=sample)
+    if "" in prompts and not chat:
+        raise ValueError("the prompt is empty: it has no tokens")
     view = report.Progress()
     with view.waiting("loading the model"):
         with _interrupts_held_back():  # raised inside a library's start-up, one can end the process without a word

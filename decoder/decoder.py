@@ -114,6 +114,8 @@ class Decoder:
             ValueError: the model cannot be found, loaded or decoded over blocks.
         """
         name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
+        if name.startswith(("/", "./", "../", "~")) and not os.path.isdir(name):
+            raise ValueError(f"there is no folder {name!r:.200} to load a model from")
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             if dtype is None:

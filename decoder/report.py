@@ -102,14 +102,18 @@ def print_results(prompts: Sequence[str], results: Sequence[DecodeResult], param
 
 
 def _completions_table(result: DecodeResult, params: Params) -> Table:
-    kind = "beams, best first" if isinstance(params, BeamSearchParams) else "samples"
+    count = len(result.completions)
+    if isinstance(params, BeamSearchParams):
+        title = f"the best {count} of {params.num_beams} beams" if params.num_beams > 1 else "greedy search"
+    else:
+        title = f"{count} sample{'s' if count > 1 else ''}"
     seed = "" if result.seed is None else f" (seed {result.seed})"
-    table = Table(title=f"{len(result.completions)} {kind}{seed}", title_justify="left", show_lines=True)
+    table = Table(title=title + seed, title_justify="left", show_lines=True)
     table.add_column("#", justify="right")
     table.add_column("score", justify="right")
     table.add_column("tokens", justify="right")
     table.add_column("ended by")
-    table.add_column("text", ratio=1)
+    table.add_column("text", ratio=1, overflow="fold")
     for c in result.completions:
         table.add_row(str(c.index), f"{c.score:.4f}", str(len(c.token_ids)), c.finish_reason, printable(c.text.strip()))
     return table

@@ -1,5 +1,6 @@
 """The demo in this process, and a real browser on it."""
 
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from cowbeam.ui.session import Sessions
 from fakes import VOCABULARY, tiny_model
 
 SCOPE = "[data-testid=scope]"
+CHROMIUM = shutil.which("chromium")
 CHROMIUM_FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
@@ -60,7 +62,7 @@ def running_demo() -> Iterator[tuple[str, Sessions]]:
 def running_browser() -> Iterator[Any]:
     """Chromium, headless."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=CHROMIUM_FLAGS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_FLAGS)
         yield browser
         browser.close()
 

@@ -92,7 +92,8 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
     view.rerun(rerun, None, view, trigger_mode="multiple", **stream)
     form.stop.click(stop, None, None, **quick)
     form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
-    app.load(follow_link, None, list(form.controls.values()), **quick)
+    # Through the queue: a warning of an event outside it has no way to the page.
+    app.load(follow_link, None, list(form.controls.values()), **{**quick, "queue": True})
     app.unload(forget)
 
 

@@ -48,7 +48,7 @@ EXAMPLES = [
             "prompt": "Write the first line of a story about a lighthouse.",
             "mode": "parallel sampling",
             "width": 8,
-            "temperature": 1.3,
+            "temperature": 1.0,
             "seed": 7,
             "max_new_tokens": 48,
         },

@@ -46,7 +46,10 @@ class Lessons {
     this.spotlight(page.panels ?? null);
   }
 
-  spotlight(panels) { for (const panel of this.scope.root.querySelectorAll('[data-panel]')) panel.classList.toggle('lit', panels?.includes(panel.dataset.panel) ?? false); }
+  spotlight(panels) {
+    for (const panel of this.scope.root.querySelectorAll('[data-panel]')) panel.classList.toggle('lit', panels?.includes(panel.dataset.panel) ?? false);
+    this.scope.root.querySelector('[data-panel].lit')?.scrollIntoView({ block: 'center', behavior: this.scope.still.matches ? 'auto' : 'smooth' });
+  }
 
   stepShown() { this.current?.stepShown?.(); }
 }

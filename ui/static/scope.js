@@ -212,7 +212,7 @@ class Scope {
   }
 
   key(e) {
-    const isField = /^(INPUT|TEXTAREA|SELECT)$/.test(e.target.tagName) && e.target.type !== 'range';
+    const isField = /^(INPUT|TEXTAREA|SELECT)$/.test(e.target.tagName) && !e.target.matches('[data-o=seek]');
     if (isField || e.ctrlKey || e.metaKey || e.altKey) return;
     const step = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
     const name = { ' ': 'play', Home: 'home', End: 'live', f: 'fit', l: 'log', c: 'ncow', C: 'pcow', t: 'tour', m: 'budget', w: 'whatif', Escape: 'lessonclose' }[e.key];
