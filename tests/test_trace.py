@@ -6,7 +6,7 @@ import pytest
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.trace import TraceWriter, trace_records
-from fakes import tiny_decoder, tiny_model
+from fakes import tiny_model
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 SETTINGS = [
@@ -19,7 +19,7 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def decoder():
-    with tiny_decoder("llama", block_size=4) as decoder:
+    with Decoder(tiny_model("llama"), block_size=4, num_blocks=1024) as decoder:
         yield decoder
 
 
