@@ -7,7 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
+    from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
     from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
@@ -15,22 +17,26 @@ if TYPE_CHECKING:
 _HOME = {
     "BeamSearchParams": "params",
     "Completion": "outputs",
+    "Counters": "counters",
     "DecodeResult": "outputs",
     "DecodeStats": "outputs",
     "Decoder": "decoder",
     "Frame": "frames",
     "MemoryUse": "outputs",
+    "Run": "engine",
     "SamplingParams": "params",
 }
 
 __all__ = [
     "BeamSearchParams",
     "Completion",
+    "Counters",
     "DecodeResult",
     "DecodeStats",
     "Decoder",
     "Frame",
     "MemoryUse",
+    "Run",
     "SamplingParams",
 ]
 

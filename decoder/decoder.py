@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cowbeam.decoder.attend import AttentionPath
+from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run
 from cowbeam.decoder.frames import Frame
@@ -163,7 +164,8 @@ class Decoder:
             engine.check_fits(request)
         runs: list[Run] = []
         try:
-            runs.extend(engine.add(request) for request in requests)  # one by one: `finally` knows what was added
+            # One by one: `finally` knows what was added.
+            runs.extend(engine.add_request(request) for request in requests)
             for run in runs:
                 while not run.is_over:
                     engine.step(run)
@@ -183,25 +185,66 @@ class Decoder:
         """
         if not _is_one_prompt(prompt):
             raise ValueError(f"stream takes one prompt, got a {type(prompt).__name__} of {len(prompt)}")
-        (request,) = self._requests([prompt], params)
-        engine = self._running_engine()
-        engine.check_fits(request)
-        return self._frames(engine, request)
+        return self._frames(self._running_engine(), self.prepare(prompt, params))
 
     def _frames(self, engine: Engine, request: Request) -> Iterator[Frame]:
-        run = engine.add(request, watched=True)
+        run = engine.add_request(request, watched=True)
         assert run.frames is not None
         try:
             while True:
+                is_over = run.is_over  # asked before the frames are taken: another thread may end the run meanwhile
                 while run.frames:
                     yield run.frames.popleft()
                 if run.error is not None:
                     raise run.error
-                if run.is_over:
+                if is_over:
                     return
                 engine.step(run)
         finally:
             engine.abort(run)
+
+    def prepare(self, prompt: Prompt, params: Params | None = None) -> Request:
+        """Tokenize and check one prompt; nothing is queued. Raises ValueError for what cannot be decoded."""
+        if not _is_one_prompt(prompt):
+            raise ValueError(f"one prompt is taken here, got a {type(prompt).__name__} of {len(prompt)}")
+        (request,) = self._requests([prompt], params)
+        self._running_engine().check_fits(request)
+        return request
+
+    def add_request(self, prompt: Prompt | Request, params: Params | None = None, *, watched: bool = False) -> Run:
+        """Queue one prompt and return at once, for a loop of your own::
+
+            runs = [decoder.add_request(prompt, params) for prompt in prompts]
+            while not all(run.is_over for run in runs):
+                for run in decoder.step():
+                    print(run.error or run.result)
+
+        A request that was prepared before is taken as it is. ``watched`` collects a frame a step in ``run.frames``.
+        Raises ValueError for what cannot be decoded.
+        """
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
+        return self._running_engine().add_request(request, watched=watched)
+
+    def step(self) -> list[Run]:
+        """One turn for everything in flight: new prompts are computed, or every branch gets a token.
+
+        Returns the runs that ended in it, whoever added them, and none at once where nothing is in flight. With other
+        threads at work a run may end in a turn of theirs: ask ``run.is_over``. Raises what the model raises; everything
+        in flight has ended with an error then, and the decoder takes requests as before.
+        """
+        return self._running_engine().step()
+
+    def abort(self, run: Run) -> None:
+        """Drop a request, queued or running: its blocks are free on return and ``run.error`` says that it was aborted.
+
+        Nothing happens to a run that is over.
+        """
+        if self._engine is not None:
+            self._engine.abort(run)
+
+    def counters(self) -> Counters:
+        """A snapshot: requests and blocks now, tokens and copies so far."""
+        return self._running_engine().counters()
 
     def close(self) -> None:
         """Give the pool's memory back; the decoder cannot be used afterwards."""

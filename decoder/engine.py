@@ -6,6 +6,7 @@ thread may turn the engine; each turn advances all requests, whoever asked for t
 
 import math
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -17,6 +18,7 @@ from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.candidates import CandidateSource, to_device, unpack
 from cowbeam.decoder.choice_graph import Flight
+from cowbeam.decoder.counters import Counters, Tally
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
 from cowbeam.decoder.kv_cache import KVCache
@@ -30,9 +32,9 @@ from cowbeam.decoder.strategy import Continuation
 
 
 class Run:
-    """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``.
+    """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``, never both.
 
-    ``frames`` collects a frame a step where the caller watches.
+    ``frames`` collects a frame a step where the caller watches, until the caller takes them (``popleft``); else None.
     """
 
     def __init__(self, group: Group, source: CandidateSource, frames: deque[Frame] | None) -> None:
@@ -72,6 +74,8 @@ class Engine:
         self._lock = threading.RLock()
         self._in_turn = False
         self._aborted_in_turn: list[Run] = []
+        self._ended: list[Run] = []
+        self._tally = Tally()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -85,8 +89,8 @@ class Engine:
         """Raises ValueError, with the numbers, if the request could never run."""
         self._scheduler.check_fits(request)
 
-    def add(self, request: Request, *, watched: bool = False) -> Run:
-        """Queue a request. Raises ValueError if it could never run."""
+    def add_request(self, request: Request, *, watched: bool = False) -> Run:
+        """Queue a request; turns of the engine advance it. Raises ValueError if it could never run."""
         with self._lock:
             self._scheduler.check_fits(request)
             group = Group(request, self.pool, self._kv_bytes)
@@ -97,30 +101,42 @@ class Engine:
             self._scheduler.add(group)
             return run
 
-    def step(self, run: Run) -> None:
-        """One turn, unless ``run`` is over already. Raises what the model raises, with nothing left half done."""
+    def step(self, run: Run | None = None) -> list[Run]:
+        """One turn, for all requests in flight; none if ``run`` is over already, or nothing is in flight.
+
+        Returns the runs that ended in this turn, whoever added them. Raises what the model raises, with nothing left
+        half done: every run in flight has ended with an error then.
+        """
         with self._lock:
-            if run.is_over:
-                return
-            self._in_turn = True
-            try:
-                # What is in flight lands first: its rows are those of the groups that run now.
-                admitted = self._scheduler.admit() if self._flight is None else []
-                if admitted:
-                    self._prefill(admitted)
-                else:
-                    self._decode()
-            except BaseException as error:
-                # The turn may have stopped anywhere: no state of it is worth keeping.
-                self._fail_all(error)
-                raise
-            finally:
-                self._in_turn = False
-                while self._aborted_in_turn:
-                    self.abort(self._aborted_in_turn.pop())
+            if not self._runs or (run is not None and run.is_over):
+                return []
+            self._ended = []
+            self._turn()
+            return self._ended
+
+    def _turn(self) -> None:
+        started = time.perf_counter()
+        self._in_turn = True
+        try:
+            # What is in flight lands first: its rows are those of the groups that run now.
+            admitted = self._scheduler.admit() if self._flight is None else []
+            if admitted:
+                self._prefill(admitted)
+            else:
+                self._decode()
+        except BaseException as error:
+            # The turn may have stopped anywhere: no state of it is worth keeping.
+            self._fail_all(error)
+            raise
+        finally:
+            self._in_turn = False
+            self._tally.turns += 1
+            self._tally.busy_seconds += time.perf_counter() - started
+            while self._aborted_in_turn:
+                self.abort(self._aborted_in_turn.pop())
 
     def abort(self, run: Run) -> None:
-        """Drop a request; its blocks are free on return.
+        """Drop a request; its blocks are free on return. Nothing happens to one that is over.
 
         Python may collect an abandoned stream in the middle of a turn, on the turning thread: then at the turn's end.
         """
@@ -128,7 +144,13 @@ class Engine:
             if self._in_turn:
                 self._aborted_in_turn.append(run)
             elif not run.is_over:
-                self._fail(run.group, RuntimeError("the request was aborted"))
+                self._tally.aborted += 1
+                self._end_with(run.group, RuntimeError("the request was aborted"))
+
+    def counters(self) -> Counters:
+        """What is in flight and what was done so far."""
+        with self._lock:
+            return self._tally.counters(self.pool, self._scheduler.running, len(self._scheduler.waiting))
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
@@ -144,6 +166,7 @@ class Engine:
         prompts = [group.request.prompt_token_ids for group in groups]
         tables = [group.branches[0].block_table for group in groups]
         logits = self._adapter.prefill(self._cache, prompts, tables)
+        self._tally.prefill_tokens += sum(map(len, prompts))
         for group in groups:
             self._batch.add_prompt(group)
         sources = self._sources(groups)
@@ -223,32 +246,44 @@ class Engine:
             self._fail(group, error)
             return
         self._remove(group)
-        run.result = group.result(
+        result = group.result(
             texts,
             self._adapter.path,
             cuda_graphs=self._graphs.is_capturing,
             compiled=self._adapter.is_compiled,
         )
-        self._show(run)
+        self._tally.finished += 1
+        self._ended.append(run)
+        self._show(run, result)
+        run.result = result  # last: who sees that the run is over, in whatever thread, finds its last frame
 
-    def _show(self, run: Run) -> None:
+    def _show(self, run: Run, result: DecodeResult | None = None) -> None:
         if run.frames is not None:
-            run.frames.append(make_frame(run.group, self._decode_text, run.result))
+            run.frames.append(make_frame(run.group, self._decode_text, result))
 
     def _fail(self, group: Group, error: BaseException) -> None:
-        self._runs[group].error = error
+        self._tally.failed += 1
+        self._end_with(group, error)
+
+    def _end_with(self, group: Group, error: BaseException) -> None:
+        run = self._runs[group]
+        run.error = error
+        self._ended.append(run)
         self._remove(group)
 
     def _remove(self, group: Group) -> None:
         group.free()
         self._scheduler.remove(group)
+        self._tally.leave(group)
         del self._runs[group]
 
     def _fail_all(self, error: BaseException) -> None:
-        for run in self._runs.values():
+        for group, run in self._runs.items():
             # Whoever turned the engine raises the error itself; for the others it was not their request.
             run.error = RuntimeError(f"the turn of the engine failed: {error!r}")
             run.error.__cause__ = error
+            self._tally.failed += 1
+            self._tally.leave(group)
         self._start_afresh()
 
 
