@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from cowbeam.decoder.decoder import Decoder
     from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
-    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
+    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 _HOME = {
@@ -23,6 +23,7 @@ _HOME = {
     "Decoder": "decoder",
     "Frame": "frames",
     "MemoryUse": "outputs",
+    "Outcome": "outputs",
     "Run": "engine",
     "SamplingParams": "params",
 }
@@ -36,6 +37,7 @@ __all__ = [
     "Decoder",
     "Frame",
     "MemoryUse",
+    "Outcome",
     "Run",
     "SamplingParams",
 ]

@@ -1,9 +1,10 @@
 """``Decoder``: the public interface."""
 
 import logging
+import operator
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
 
@@ -17,9 +18,11 @@ from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
+from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
+from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
-from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
 from cowbeam.decoder.self_check import check_paged_logits
@@ -144,19 +147,27 @@ class Decoder:
     def generate(
         self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None
     ) -> list[DecodeResult]: ...
-    def generate(self, prompts: Any, params: Any = None) -> DecodeResult | list[DecodeResult]:
+    @overload
+    def generate(
+        self, prompts: Iterator[Prompt], params: Params | Iterable[Params] | None = None
+    ) -> Iterator[Outcome]: ...
+    def generate(self, prompts: Any, params: Any = None) -> DecodeResult | list[DecodeResult] | Iterator[Outcome]:
         """Decode one prompt or many, together.
 
         Args:
-            prompts: text, token ids (a list of ints is one prompt), or a list of such.
+            prompts: text, token ids (a list of ints is one prompt), or a list of such; an iterator (a generator, a
+                file, ``map(…)``) goes to ``generate_many``.
             params: for all prompts, or a list with one for each; None means ``BeamSearchParams()``.
 
         Returns:
-            A result for one prompt; for a list of prompts a list of results in their order.
+            A result for one prompt; for a list of prompts a list of results in their order; for an iterator an
+            iterator of outcomes as they finish.
 
         Raises:
             ValueError: a prompt or parameter cannot be used; nothing was decoded then.
         """
+        if isinstance(prompts, Iterator):
+            return self.generate_many(prompts, params)
         single = _is_one_prompt(prompts)
         requests = self._requests([prompts] if single else list(prompts), params)
         engine = self._running_engine()
@@ -176,6 +187,33 @@ class Decoder:
                 engine.abort(run)
         results = [run.result for run in runs if run.result is not None]
         return results[0] if single else results
+
+    def generate_many(
+        self, prompts: Iterable[Prompt], params: Params | Iterable[Params] | None = None, *, progress: bool = False
+    ) -> Iterator[Outcome]:
+        """Decode prompts without number: outcomes are given back as they finish, each with the index of its prompt.
+
+        Prompts are taken as there is room for them, so a million of them take no more memory than what is in flight. A
+        prompt that cannot be decoded is an outcome with its error; the others go on. Where a turn of the engine fails
+        (out of memory, a fault of the model), the requests in flight are tried again by halves, so that only those that
+        fail alone have the error; three such in succession end the iteration with it. Closing the iterator aborts what
+        is in flight.
+
+        Args:
+            prompts: any iterable of text or token ids.
+            params: for all prompts, or an iterable with one for each.
+            progress: show on standard error how far it is.
+        """
+        self.check_ready()
+        if isinstance(prompts, str | bytes) or (isinstance(prompts, Sequence) and prompts and _is_one_prompt(prompts)):
+            raise ValueError("generate_many takes an iterable of prompts, got one prompt")
+        if params is None or isinstance(params, BeamSearchParams | SamplingParams):
+            pairs: Iterable[tuple[Prompt, Any]] = ((prompt, params) for prompt in prompts)
+        else:
+            pairs = zip(prompts, params, strict=True)
+        outcomes = ManyPrompts(self, pairs).outcomes()
+        total = operator.length_hint(prompts) or None
+        return JobProgress(total, self.counters).over(outcomes) if progress else outcomes
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Frame]:
         """Decode one prompt and watch: a frame a step; the last one holds the result.
@@ -205,11 +243,17 @@ class Decoder:
 
     def prepare(self, prompt: Prompt, params: Params | None = None) -> Request:
         """Tokenize and check one prompt; nothing is queued. Raises ValueError for what cannot be decoded."""
-        if not _is_one_prompt(prompt):
+        if not _is_one_prompt(prompt) and prompt:
             raise ValueError(f"one prompt is taken here, got a {type(prompt).__name__} of {len(prompt)}")
         (request,) = self._requests([prompt], params)
         self._running_engine().check_fits(request)
         return request
+
+    def check_ready(self) -> None:
+        """Raises ValueError if the decoder is closed or its model in training mode."""
+        self._running_engine()
+        if self.model.training:
+            raise ValueError("the model is in training mode: call model.eval() first")
 
     def add_request(self, prompt: Prompt | Request, params: Params | None = None, *, watched: bool = False) -> Run:
         """Queue one prompt and return at once, for a loop of your own::
@@ -283,8 +327,7 @@ class Decoder:
         return self._engine
 
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
-        if self.model.training:
-            raise ValueError("the model is in training mode: call model.eval() first")
+        self.check_ready()
         is_list = isinstance(params, Sequence) and not isinstance(params, str)
         each = params if is_list else [BeamSearchParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):

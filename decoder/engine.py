@@ -31,6 +31,10 @@ from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.strategy import Continuation
 
 
+class TurnError(RuntimeError):
+    """A turn of the engine failed, and with it every request in flight. The model's own error is the cause."""
+
+
 class Run:
     """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``, never both.
 
@@ -48,6 +52,11 @@ class Run:
     def is_over(self) -> bool:
         """It has a result or an error."""
         return self.result is not None or self.error is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """It has taken its first step; before, it waits for a place."""
+        return self.is_over or self.group.steps > 0
 
 
 class Engine:
@@ -280,7 +289,7 @@ class Engine:
     def _fail_all(self, error: BaseException) -> None:
         for group, run in self._runs.items():
             # Whoever turned the engine raises the error itself; for the others it was not their request.
-            run.error = RuntimeError(f"the turn of the engine failed: {error!r}")
+            run.error = TurnError(f"the turn of the engine failed: {error!r}")
             run.error.__cause__ = error
             self._tally.failed += 1
             self._tally.leave(group)

@@ -76,3 +76,12 @@ class DecodeResult:
     completions: tuple[Completion, ...]
     stats: DecodeStats
     seed: int | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of prompt number ``index`` (from 0) of many: a ``result`` or an ``error``, never both."""
+
+    index: int
+    result: DecodeResult | None
+    error: BaseException | None
