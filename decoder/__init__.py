@@ -7,14 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cowbeam.decoder.async_decoder import AsyncDecoder
     from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
     from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
-    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome
+    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome, StreamedToken
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 _HOME = {
+    "AsyncDecoder": "async_decoder",
     "BeamSearchParams": "params",
     "Completion": "outputs",
     "Counters": "counters",
@@ -26,9 +28,11 @@ _HOME = {
     "Outcome": "outputs",
     "Run": "engine",
     "SamplingParams": "params",
+    "StreamedToken": "outputs",
 }
 
 __all__ = [
+    "AsyncDecoder",
     "BeamSearchParams",
     "Completion",
     "Counters",
@@ -40,6 +44,7 @@ __all__ = [
     "Outcome",
     "Run",
     "SamplingParams",
+    "StreamedToken",
 ]
 
 

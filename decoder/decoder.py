@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
-from cowbeam.decoder.engine import Engine, Run
+from cowbeam.decoder.engine import Engine, Run, Watch
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.job_progress import JobProgress
@@ -226,7 +226,7 @@ class Decoder:
         return self._frames(self._running_engine(), self.prepare(prompt, params))
 
     def _frames(self, engine: Engine, request: Request) -> Iterator[Frame]:
-        run = engine.add_request(request, watched=True)
+        run = engine.add_request(request, watch="frames")
         assert run.frames is not None
         try:
             while True:
@@ -249,13 +249,17 @@ class Decoder:
         self._running_engine().check_fits(request)
         return request
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of generated tokens, less special ones; nothing without a tokenizer."""
+        return self._decode_text(token_ids)
+
     def check_ready(self) -> None:
         """Raises ValueError if the decoder is closed or its model in training mode."""
         self._running_engine()
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() first")
 
-    def add_request(self, prompt: Prompt | Request, params: Params | None = None, *, watched: bool = False) -> Run:
+    def add_request(self, prompt: Prompt | Request, params: Params | None = None, *, watch: Watch | None = None) -> Run:
         """Queue one prompt and return at once, for a loop of your own::
 
             runs = [decoder.add_request(prompt, params) for prompt in prompts]
@@ -263,11 +267,12 @@ class Decoder:
                 for run in decoder.step():
                     print(run.error or run.result)
 
-        A request that was prepared before is taken as it is. ``watched`` collects a frame a step in ``run.frames``.
-        Raises ValueError for what cannot be decoded.
+        A request that was prepared before is taken as it is. ``watch="frames"`` collects a frame a step in
+        ``run.frames``, ``watch="tokens"`` the tokens of samples in ``run.tokens``. Raises ValueError for what cannot be
+        decoded.
         """
         request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
-        return self._running_engine().add_request(request, watched=watched)
+        return self._running_engine().add_request(request, watch=watch)
 
     def step(self) -> list[Run]:
         """One turn for everything in flight: new prompts are computed, or every branch gets a token.

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,7 +29,9 @@ from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
-from cowbeam.decoder.strategy import Continuation
+from cowbeam.decoder.strategy import Candidate, Continuation
+
+Watch = Literal["frames", "tokens"]
 
 
 class TurnError(RuntimeError):
@@ -38,13 +41,15 @@ class TurnError(RuntimeError):
 class Run:
     """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``, never both.
 
-    ``frames`` collects a frame a step where the caller watches, until the caller takes them (``popleft``); else None.
+    Where the caller watches, ``frames`` collects a frame a step, or ``tokens`` the tokens of the samples (sample,
+    token id, log-prob), until the caller takes them (``popleft``); else both are None.
     """
 
-    def __init__(self, group: Group, source: CandidateSource, frames: deque[Frame] | None) -> None:
+    def __init__(self, group: Group, source: CandidateSource, watch: Watch | None) -> None:
         self.group = group
         self.source = source
-        self.frames = frames
+        self.frames: deque[Frame] | None = deque() if watch == "frames" else None
+        self.tokens: deque[tuple[int, int, float]] | None = deque() if watch == "tokens" else None
         self.result: DecodeResult | None = None
         self.error: BaseException | None = None
 
@@ -98,14 +103,14 @@ class Engine:
         """Raises ValueError, with the numbers, if the request could never run."""
         self._scheduler.check_fits(request)
 
-    def add_request(self, request: Request, *, watched: bool = False) -> Run:
+    def add_request(self, request: Request, *, watch: Watch | None = None) -> Run:
         """Queue a request; turns of the engine advance it. Raises ValueError if it could never run."""
         with self._lock:
             self._scheduler.check_fits(request)
             group = Group(request, self.pool, self._kv_bytes)
-            if watched:
+            if watch == "frames":
                 group.tree.events = []
-            run = Run(group, CandidateSource(group, self._adapter.device), deque() if watched else None)
+            run = Run(group, CandidateSource(group, self._adapter.device), watch)
             self._runs[group] = run
             self._scheduler.add(group)
             return run
@@ -235,7 +240,9 @@ class Engine:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
                 chosen.append([])
             else:
-                chosen.append(group.choose(unpack(columns.tolist())))
+                candidates = unpack(columns.tolist())
+                self._tell(self._runs[group], candidates)
+                chosen.append(group.choose(candidates))
                 if group.strategy.is_done:
                     self._finish(group)
         return chosen
@@ -269,6 +276,11 @@ class Engine:
     def _show(self, run: Run, result: DecodeResult | None = None) -> None:
         if run.frames is not None:
             run.frames.append(make_frame(run.group, self._decode_text, result))
+
+    def _tell(self, run: Run, candidates: Sequence[Candidate]) -> None:
+        if run.tokens is not None and isinstance(run.group.strategy, Sampling):
+            indices = run.group.strategy.indices  # one candidate a live sample
+            run.tokens.extend((i, c.token_id, c.score) for i, c in zip(indices, candidates, strict=True))
 
     def _fail(self, group: Group, error: BaseException) -> None:
         self._tally.failed += 1

@@ -56,7 +56,7 @@ def test_a_prepared_request_is_taken_as_it_is():
 
 def test_watched_runs_collect_frames():
     decoder = make_decoder()
-    run = decoder.add_request(PROMPT, BEAMS, watched=True)
+    run = decoder.add_request(PROMPT, BEAMS, watch="frames")
     while not run.is_over:
         decoder.step()
     want = list(decoder.stream(PROMPT, BEAMS))
