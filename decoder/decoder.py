@@ -211,9 +211,13 @@ class Decoder:
             pairs: Iterable[tuple[Prompt, Any]] = ((prompt, params) for prompt in prompts)
         else:
             pairs = zip(prompts, params, strict=True)
-        outcomes = ManyPrompts(self, pairs).outcomes()
+        outcomes = self.generate_pairs(pairs)
         total = operator.length_hint(prompts) or None
         return JobProgress(total, self.counters).over(outcomes) if progress else outcomes
+
+    def generate_pairs(self, pairs: Iterable[tuple[Prompt, Params | None]]) -> Iterator[Outcome]:
+        """``generate_many`` for prompts that come with their parameters."""
+        return ManyPrompts(self, pairs).outcomes()
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Frame]:
         """Decode one prompt and watch: a frame a step; the last one holds the result.
