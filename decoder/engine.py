@@ -8,7 +8,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -32,6 +33,9 @@ from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.strategy import Candidate, Continuation
 
 Watch = Literal["frames", "tokens"]
+
+# Seconds that a turn waits where another caller waits for the engine.
+_COURTESY = 1e-4
 
 
 class TurnError(RuntimeError):
@@ -86,6 +90,7 @@ class Engine:
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
         self._lock = threading.RLock()
+        self._callers: deque[None] = deque()  # one entry for each caller that is at the lock or has it, turns apart
         self._in_turn = False
         self._aborted_in_turn: list[Run] = []
         self._ended: list[Run] = []
@@ -105,7 +110,7 @@ class Engine:
 
     def add_request(self, request: Request, *, watch: Watch | None = None) -> Run:
         """Queue a request; turns of the engine advance it. Raises ValueError if it could never run."""
-        with self._lock:
+        with self._called():
             self._scheduler.check_fits(request)
             group = Group(request, self.pool, self._kv_bytes)
             if watch == "frames":
@@ -121,6 +126,10 @@ class Engine:
         Returns the runs that ended in this turn, whoever added them. Raises what the model raises, with nothing left
         half done: every run in flight has ended with an error then.
         """
+        if self._callers:
+            # A lock is not fair: on a busy machine, who turns the engine in a loop takes it again before a waiting
+            # caller wakes up. A second went by until a request was queued; with this, a turn.
+            time.sleep(_COURTESY)
         with self._lock:
             if not self._runs or (run is not None and run.is_over):
                 return []
@@ -154,16 +163,26 @@ class Engine:
 
         Python may collect an abandoned stream in the middle of a turn, on the turning thread: then at the turn's end.
         """
-        with self._lock:
+        with self._called():
             if self._in_turn:
                 self._aborted_in_turn.append(run)
             elif not run.is_over:
                 self._tally.aborted += 1
                 self._end_with(run.group, RuntimeError("the request was aborted"))
 
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """Hold the lock; a turn that has not begun lets the caller go first."""
+        self._callers.append(None)
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._callers.pop()
+
     def counters(self) -> Counters:
         """What is in flight and what was done so far."""
-        with self._lock:
+        with self._called():
             return self._tally.counters(self.pool, self._scheduler.running, len(self._scheduler.waiting))
 
     def check_integrity(self) -> None:

@@ -128,12 +128,23 @@ def test_a_turn_that_fails_ends_everything_in_flight_and_nothing_else():
     assert decoder.generate(PROMPT, BEAMS).completions
 
 
-def test_who_turns_the_engine_in_a_loop_lets_others_in():
-    """A turn ends with the engine's lock free: adding and aborting wait for about one turn, not for the request."""
+def test_a_turn_lets_waiting_callers_go_first():
+    """A lock is not fair: on a busy machine a thread that turned in a loop kept others out for a second and more."""
+    decoder = make_decoder()
+    decoder.add_request(PROMPT, BEAMS)
+    with mock.patch("time.sleep") as slept:
+        decoder.step()
+        slept.assert_not_called()
+        with decoder._engine._called():  # as a caller that waits for the lock, or just got it
+            decoder.step()
+        slept.assert_called_once()
+        decoder.step()
+        slept.assert_called_once()
+
+
+def test_callers_get_in_while_another_thread_turns():
     decoder = make_decoder(num_blocks=512)
-    long = SamplingParams(max_new_tokens=600, num_return_sequences=2, eos_token_id=[], seed=1)
-    run = decoder.add_request(PROMPT, long)
-    waited = []
+    run = decoder.add_request(PROMPT, SamplingParams(max_new_tokens=600, eos_token_id=[], seed=1))
 
     def turn():
         while not run.is_over:
@@ -141,18 +152,13 @@ def test_who_turns_the_engine_in_a_loop_lets_others_in():
 
     thread = threading.Thread(target=turn)
     thread.start()
-    while run.group.steps < 2:
-        time.sleep(0.001)
     for _ in range(10):
-        time.sleep(0.005)  # into the middle of a turn
-        before = run.group.steps
+        time.sleep(0.002)  # into the middle of a turn
         decoder.abort(decoder.add_request([VOCABULARY - 1], BEAMS))
-        waited.append(run.group.steps - before)
-    assert not run.is_over, "ten calls go through while one long request is turned"
+    assert not run.is_over, "the calls go through while one long request is turned"
     decoder.abort(run)
     thread.join(30)
     assert not thread.is_alive()
-    assert sorted(waited)[5] <= 10, waited
     assert_unused(decoder)
 
 
