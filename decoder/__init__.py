@@ -7,31 +7,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cowbeam.decoder.async_decoder import AsyncDecoder
+    from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
+    from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
-    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
+    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome, StreamedToken
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 _HOME = {
+    "AsyncDecoder": "async_decoder",
     "BeamSearchParams": "params",
     "Completion": "outputs",
+    "Counters": "counters",
     "DecodeResult": "outputs",
     "DecodeStats": "outputs",
     "Decoder": "decoder",
     "Frame": "frames",
     "MemoryUse": "outputs",
+    "Outcome": "outputs",
+    "Run": "engine",
     "SamplingParams": "params",
+    "StreamedToken": "outputs",
 }
 
 __all__ = [
+    "AsyncDecoder",
     "BeamSearchParams",
     "Completion",
+    "Counters",
     "DecodeResult",
     "DecodeStats",
     "Decoder",
     "Frame",
     "MemoryUse",
+    "Outcome",
+    "Run",
     "SamplingParams",
+    "StreamedToken",
 ]
 
 

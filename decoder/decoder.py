@@ -1,9 +1,10 @@
 """``Decoder``: the public interface."""
 
 import logging
+import operator
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
 
@@ -12,13 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from cowbeam.decoder.attend import AttentionPath
+from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
-from cowbeam.decoder.engine import Engine, Run
+from cowbeam.decoder.engine import Engine, Run, Watch
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
+from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
+from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
-from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
 from cowbeam.decoder.self_check import check_paged_logits
@@ -145,19 +149,27 @@ class Decoder:
     def generate(
         self, prompts: Sequence[Prompt], params: Params | Sequence[Params] | None = None
     ) -> list[DecodeResult]: ...
-    def generate(self, prompts: Any, params: Any = None) -> DecodeResult | list[DecodeResult]:
+    @overload
+    def generate(
+        self, prompts: Iterator[Prompt], params: Params | Iterable[Params] | None = None
+    ) -> Iterator[Outcome]: ...
+    def generate(self, prompts: Any, params: Any = None) -> DecodeResult | list[DecodeResult] | Iterator[Outcome]:
         """Decode one prompt or many, together.
 
         Args:
-            prompts: text, token ids (a list of ints is one prompt), or a list of such.
+            prompts: text, token ids (a list of ints is one prompt), or a list of such; an iterator (a generator, a
+                file, ``map(…)``) goes to ``generate_many``.
             params: for all prompts, or a list with one for each; None means ``BeamSearchParams()``.
 
         Returns:
-            A result for one prompt; for a list of prompts a list of results in their order.
+            A result for one prompt; for a list of prompts a list of results in their order; for an iterator an
+            iterator of outcomes as they finish.
 
         Raises:
             ValueError: a prompt or parameter cannot be used; nothing was decoded then.
         """
+        if isinstance(prompts, Iterator):
+            return self.generate_many(prompts, params)
         single = _is_one_prompt(prompts)
         requests = self._requests([prompts] if single else list(prompts), params)
         engine = self._running_engine()
@@ -165,7 +177,8 @@ class Decoder:
             engine.check_fits(request)
         runs: list[Run] = []
         try:
-            runs.extend(engine.add(request) for request in requests)  # one by one: `finally` knows what was added
+            # One by one: `finally` knows what was added.
+            runs.extend(engine.add_request(request) for request in requests)
             for run in runs:
                 while not run.is_over:
                     engine.step(run)
@@ -177,6 +190,37 @@ class Decoder:
         results = [run.result for run in runs if run.result is not None]
         return results[0] if single else results
 
+    def generate_many(
+        self, prompts: Iterable[Prompt], params: Params | Iterable[Params] | None = None, *, progress: bool = False
+    ) -> Iterator[Outcome]:
+        """Decode prompts without number: outcomes are given back as they finish, each with the index of its prompt.
+
+        Prompts are taken as there is room for them, so a million of them take no more memory than what is in flight. A
+        prompt that cannot be decoded is an outcome with its error; the others go on. Where a turn of the engine fails
+        (out of memory, a fault of the model), the requests in flight are tried again by halves, so that only those that
+        fail alone have the error; three such in succession end the iteration with it. Closing the iterator aborts what
+        is in flight.
+
+        Args:
+            prompts: any iterable of text or token ids.
+            params: for all prompts, or an iterable with one for each.
+            progress: show on standard error how far it is.
+        """
+        self.check_ready()
+        if isinstance(prompts, str | bytes) or (isinstance(prompts, Sequence) and prompts and _is_one_prompt(prompts)):
+            raise ValueError("generate_many takes an iterable of prompts, got one prompt")
+        if params is None or isinstance(params, BeamSearchParams | SamplingParams):
+            pairs: Iterable[tuple[Prompt, Any]] = ((prompt, params) for prompt in prompts)
+        else:
+            pairs = zip(prompts, params, strict=True)
+        outcomes = self.generate_pairs(pairs)
+        total = operator.length_hint(prompts) or None
+        return JobProgress(total, self.counters).over(outcomes) if progress else outcomes
+
+    def generate_pairs(self, pairs: Iterable[tuple[Prompt, Params | None]]) -> Iterator[Outcome]:
+        """``generate_many`` for prompts that come with their parameters."""
+        return ManyPrompts(self, pairs).outcomes()
+
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[Frame]:
         """Decode one prompt and watch: a frame a step; the last one holds the result.
 
@@ -185,25 +229,77 @@ class Decoder:
         """
         if not _is_one_prompt(prompt):
             raise ValueError(f"stream takes one prompt, got a {type(prompt).__name__} of {len(prompt)}")
-        (request,) = self._requests([prompt], params)
-        engine = self._running_engine()
-        engine.check_fits(request)
-        return self._frames(engine, request)
+        return self._frames(self._running_engine(), self.prepare(prompt, params))
 
     def _frames(self, engine: Engine, request: Request) -> Iterator[Frame]:
-        run = engine.add(request, watched=True)
+        run = engine.add_request(request, watch="frames")
         assert run.frames is not None
         try:
             while True:
+                is_over = run.is_over  # asked before the frames are taken: another thread may end the run meanwhile
                 while run.frames:
                     yield run.frames.popleft()
                 if run.error is not None:
                     raise run.error
-                if run.is_over:
+                if is_over:
                     return
                 engine.step(run)
         finally:
             engine.abort(run)
+
+    def prepare(self, prompt: Prompt, params: Params | None = None) -> Request:
+        """Tokenize and check one prompt; nothing is queued. Raises ValueError for what cannot be decoded."""
+        if not _is_one_prompt(prompt) and prompt:
+            raise ValueError(f"one prompt is taken here, got a {type(prompt).__name__} of {len(prompt)}")
+        (request,) = self._requests([prompt], params)
+        self._running_engine().check_fits(request)
+        return request
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of generated tokens, less special ones; nothing without a tokenizer."""
+        return self._decode_text(token_ids)
+
+    def check_ready(self) -> None:
+        """Raises ValueError if the decoder is closed or its model in training mode."""
+        self._running_engine()
+        if self.model.training:
+            raise ValueError("the model is in training mode: call model.eval() first")
+
+    def add_request(self, prompt: Prompt | Request, params: Params | None = None, *, watch: Watch | None = None) -> Run:
+        """Queue one prompt and return at once, for a loop of your own::
+
+            runs = [decoder.add_request(prompt, params) for prompt in prompts]
+            while not all(run.is_over for run in runs):
+                for run in decoder.step():
+                    print(run.error or run.result)
+
+        A request that was prepared before is taken as it is. ``watch="frames"`` collects a frame a step in
+        ``run.frames``, ``watch="tokens"`` the tokens of samples in ``run.tokens``. Raises ValueError for what cannot be
+        decoded.
+        """
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
+        return self._running_engine().add_request(request, watch=watch)
+
+    def step(self) -> list[Run]:
+        """One turn for everything in flight: new prompts are computed, or every branch gets a token.
+
+        Returns the runs that ended in it, whoever added them, and none at once where nothing is in flight. With other
+        threads at work a run may end in a turn of theirs: ask ``run.is_over``. Raises what the model raises; everything
+        in flight has ended with an error then, and the decoder takes requests as before.
+        """
+        return self._running_engine().step()
+
+    def abort(self, run: Run) -> None:
+        """Drop a request, queued or running: its blocks are free on return and ``run.error`` says that it was aborted.
+
+        Nothing happens to a run that is over.
+        """
+        if self._engine is not None:
+            self._engine.abort(run)
+
+    def counters(self) -> Counters:
+        """A snapshot: requests and blocks now, tokens and copies so far."""
+        return self._running_engine().counters()
 
     def close(self) -> None:
         """Give the pool's memory back; the decoder cannot be used afterwards."""
@@ -242,8 +338,7 @@ class Decoder:
         return self._engine
 
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
-        if self.model.training:
-            raise ValueError("the model is in training mode: call model.eval() first")
+        self.check_ready()
         is_list = isinstance(params, Sequence) and not isinstance(params, str)
         each = params if is_list else [BeamSearchParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):

@@ -6,8 +6,11 @@ thread may turn the engine; each turn advances all requests, whoever asked for t
 
 import math
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.candidates import CandidateSource, to_device, unpack
 from cowbeam.decoder.choice_graph import Flight
+from cowbeam.decoder.counters import Counters, Tally
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
 from cowbeam.decoder.kv_cache import KVCache
@@ -26,19 +30,30 @@ from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
-from cowbeam.decoder.strategy import Continuation
+from cowbeam.decoder.strategy import Candidate, Continuation
+
+Watch = Literal["frames", "tokens"]
+
+# Seconds that a turn waits where another caller waits for the engine.
+_COURTESY = 1e-4
+
+
+class TurnError(RuntimeError):
+    """A turn of the engine failed, and with it every request in flight. The model's own error is the cause."""
 
 
 class Run:
-    """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``.
+    """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``, never both.
 
-    ``frames`` collects a frame a step where the caller watches.
+    Where the caller watches, ``frames`` collects a frame a step, or ``tokens`` the tokens of the samples (sample,
+    token id, log-prob), until the caller takes them (``popleft``); else both are None.
     """
 
-    def __init__(self, group: Group, source: CandidateSource, frames: deque[Frame] | None) -> None:
+    def __init__(self, group: Group, source: CandidateSource, watch: Watch | None) -> None:
         self.group = group
         self.source = source
-        self.frames = frames
+        self.frames: deque[Frame] | None = deque() if watch == "frames" else None
+        self.tokens: deque[tuple[int, int, float]] | None = deque() if watch == "tokens" else None
         self.result: DecodeResult | None = None
         self.error: BaseException | None = None
 
@@ -46,6 +61,11 @@ class Run:
     def is_over(self) -> bool:
         """It has a result or an error."""
         return self.result is not None or self.error is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """It has taken its first step; before, it waits for a place."""
+        return self.is_over or self.group.steps > 0
 
 
 class Engine:
@@ -70,8 +90,11 @@ class Engine:
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
         self._lock = threading.RLock()
+        self._callers: deque[None] = deque()  # one entry for each caller that is at the lock or has it, turns apart
         self._in_turn = False
         self._aborted: deque[Run] = deque()
+        self._ended: list[Run] = []
+        self._tally = Tally()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -85,28 +108,40 @@ class Engine:
         """Raises ValueError, with the numbers, if the request could never run."""
         self._scheduler.check_fits(request)
 
-    def add(self, request: Request, *, watched: bool = False) -> Run:
-        """Queue a request. Raises ValueError if it could never run."""
-        with self._lock:
+    def add_request(self, request: Request, *, watch: Watch | None = None) -> Run:
+        """Queue a request; turns of the engine advance it. Raises ValueError if it could never run."""
+        with self._called():
             self._scheduler.check_fits(request)
             group = Group(request, self.pool, self._kv_bytes)
-            if watched:
+            if watch == "frames":
                 group.tree.events = []
-            run = Run(group, CandidateSource(group, self._adapter.device), deque() if watched else None)
+            run = Run(group, CandidateSource(group, self._adapter.device), watch)
             self._runs[group] = run
             self._scheduler.add(group)
             return run
 
-    def step(self, run: Run) -> None:
-        """One turn, unless ``run`` is over already. Raises what the model raises, with nothing left half done."""
+    def step(self, run: Run | None = None) -> list[Run]:
+        """One turn, for all requests in flight; none if ``run`` is over already, or nothing is in flight.
+
+        Returns the runs that ended in this turn, whoever added them. Raises what the model raises, with nothing left
+        half done: every run in flight has ended with an error then.
+        """
+        if self._callers:
+            # A lock is not fair: on a busy machine, who turns the engine in a loop takes it again before a waiting
+            # caller wakes up. A second went by until a request was queued; with this, a turn.
+            time.sleep(_COURTESY)
         try:
             with self._lock:
-                if not run.is_over:
-                    self._turn()
+                if not self._runs or (run is not None and run.is_over):
+                    return []
+                self._ended = []
+                self._turn()
+                return self._ended
         finally:
             self._drop_aborted()
 
     def _turn(self) -> None:
+        started = time.perf_counter()
         self._in_turn = True
         try:
             # What is in flight lands first: its rows are those of the groups that run now.
@@ -121,9 +156,13 @@ class Engine:
             raise
         finally:
             self._in_turn = False
+            self._tally.turns += 1
+            self._tally.busy_seconds += time.perf_counter() - started
 
     def abort(self, run: Run) -> None:
         """Drop a request; its blocks are free on return, or at the end of a turn that another thread is in.
+
+        Nothing happens to one that is over.
 
         Never waits: Python may collect an abandoned stream anywhere, in the middle of a turn or of another decoder's,
         whose thread this one's may be waiting for.
@@ -139,9 +178,25 @@ class Engine:
                 while self._aborted and not self._in_turn:
                     run = self._aborted.popleft()
                     if not run.is_over:
-                        self._fail(run.group, RuntimeError("the request was aborted"))
+                        self._tally.aborted += 1
+                        self._end_with(run.group, RuntimeError("the request was aborted"))
             finally:
                 self._lock.release()
+
+    @contextmanager
+    def _called(self) -> Iterator[None]:
+        """Hold the lock; a turn that has not begun lets the caller go first."""
+        self._callers.append(None)
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._callers.pop()
+
+    def counters(self) -> Counters:
+        """What is in flight and what was done so far."""
+        with self._called():
+            return self._tally.counters(self.pool, self._scheduler.running, len(self._scheduler.waiting))
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
@@ -157,6 +212,7 @@ class Engine:
         prompts = [group.request.prompt_token_ids for group in groups]
         tables = [group.branches[0].block_table for group in groups]
         logits = self._adapter.prefill(self._cache, prompts, tables)
+        self._tally.prefill_tokens += sum(map(len, prompts))
         for group in groups:
             self._batch.add_prompt(group)
         sources = self._sources(groups)
@@ -217,7 +273,9 @@ class Engine:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
                 chosen.append([])
             else:
-                chosen.append(group.choose(unpack(columns.tolist())))
+                candidates = unpack(columns.tolist())
+                self._tell(self._runs[group], candidates)
+                chosen.append(group.choose(candidates))
                 if group.strategy.is_done:
                     self._finish(group)
         return chosen
@@ -237,40 +295,59 @@ class Engine:
             self._fail(group, error)
             return
         self._remove(group)
-        run.result = group.result(
+        result = group.result(
             texts,
             self._adapter.path,
             cuda_graphs=self._graphs.is_capturing,
             compiled=self._adapter.is_compiled,
         )
-        self._show(run)
+        self._tally.finished += 1
+        self._ended.append(run)
+        self._show(run, result)
+        if run.error is None:
+            run.result = result  # last: who sees that the run is over, in whatever thread, finds its last frame
 
-    def _show(self, run: Run) -> None:
+    def _show(self, run: Run, result: DecodeResult | None = None) -> None:
         if run.frames is None:
             return
         try:
-            run.frames.append(make_frame(run.group, self._decode_text, run.result))
+            run.frames.append(make_frame(run.group, self._decode_text, result))
         except Exception as error:  # the tokenizer's fault is this request's alone
-            run.error = error
             if run.group in self._runs:
-                self._remove(run.group)
+                self._fail(run.group, error)
+            else:
+                run.error = error
+
+    def _tell(self, run: Run, candidates: Sequence[Candidate]) -> None:
+        if run.tokens is not None and isinstance(run.group.strategy, Sampling):
+            indices = run.group.strategy.indices  # one candidate a live sample
+            run.tokens.extend((i, c.token_id, c.score) for i, c in zip(indices, candidates, strict=True))
 
     def _fail(self, group: Group, error: BaseException) -> None:
-        self._runs[group].error = error
+        self._tally.failed += 1
+        self._end_with(group, error)
+
+    def _end_with(self, group: Group, error: BaseException) -> None:
+        run = self._runs[group]
+        run.error = error
+        self._ended.append(run)
         self._remove(group)
 
     def _remove(self, group: Group) -> None:
         group.free()
         self._scheduler.remove(group)
+        self._tally.leave(group)
         del self._runs[group]
         if self._flight is not None and self._runs.keys().isdisjoint(self._flight.groups):
             self._flight = None  # nobody waits for it any more
 
     def _fail_all(self, error: BaseException) -> None:
-        for run in self._runs.values():
+        for group, run in self._runs.items():
             # Whoever turned the engine raises the error itself; for the others it was not their request.
-            run.error = RuntimeError(f"the turn of the engine failed: {error!r}")
+            run.error = TurnError(f"the turn of the engine failed: {error!r}")
             run.error.__cause__ = error
+            self._tally.failed += 1
+            self._tally.leave(group)
         self._start_afresh()
 
 

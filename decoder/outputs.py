@@ -76,3 +76,26 @@ class DecodeResult:
     completions: tuple[Completion, ...]
     stats: DecodeStats
     seed: int | None
+
+
+@dataclass(frozen=True)
+class StreamedToken:
+    """A token as it is chosen: of sample ``index``; ``text`` is what it adds to the sample's text.
+
+    ``finish_reason`` is set with a sample's last token. A sample's texts together are its completion's.
+    """
+
+    index: int
+    token_id: int
+    text: str
+    logprob: float
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of prompt number ``index`` (from 0) of many: a ``result`` or an ``error``, never both."""
+
+    index: int
+    result: DecodeResult | None
+    error: BaseException | None

@@ -21,6 +21,11 @@ COMMAND = [sys.executable, "-m", "cowbeam.decoder.cli"]
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def save_model(path):
+    """A tiny model with a tokenizer, as a folder."""
     model = tiny_model("llama")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +38,6 @@ def model_path(tmp_path_factory):
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 3], trainer)
-    path = tmp_path_factory.mktemp("model")
     model.save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
     return str(path)

@@ -1,0 +1,217 @@
+"""``cowbeam batch``: every line once, whatever happens in between."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from unittest import mock
+
+import pytest
+
+from cowbeam.decoder.batch_job import LineDefaults
+from cowbeam.decoder.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, main
+from cowbeam.decoder.params import BeamSearchParams, SamplingParams
+from cowbeam.decoder.results_file import ResultsFile
+from test_cli import save_model
+
+COMMAND = [sys.executable, "-m", "cowbeam.decoder.cli", "batch"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def write(path, lines):
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+    return path
+
+
+def some_lines(count):
+    """Every kind of line; with a seed, since a fresh one is drawn otherwise."""
+    kinds = [
+        {"prompt": "the quick"},
+        {"token_ids": [5, 6, 7], "params": {"num_beams": 1, "max_new_tokens": 9}},
+        {"prompt": "lazy dog", "params": {"sample": True, "num_return_sequences": 2, "seed": 3}},
+        {"prompt": "", "id": "empty"},
+    ]
+    return [{"id": f"é{n}", **kinds[n % 4]} if n % 3 else {**kinds[n % 3]} for n in range(count)]
+
+
+def run(model_path, prompts, out, *arguments):
+    return main(["batch", str(prompts), "--out", str(out), "--model", model_path, "--num-beams", "3", *arguments])
+
+
+def results(path):
+    """By line number, without what no two runs share: times, and the last digits that depend on who ran beside."""
+    found = {}
+    for line in path.read_bytes().splitlines():
+        record = json.loads(line)
+        assert record["line"] not in found, "a line is there twice"
+        tokens = [c["token_ids"] for c in record.get("completions", [])]
+        found[record["line"]] = (record.get("id"), record.get("error"), record.get("seed"), tokens)
+    return found
+
+
+def test_a_result_has_the_keys_of_json_and_its_line(model_path, tmp_path, capsys):
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": "the fox"}, b"", {"id": 7, "token_ids": [4, 5]}])
+    assert run(model_path, prompts, tmp_path / "r.jsonl", "--max-new-tokens", "4") == 0
+    records = {r["line"]: r for r in map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())}
+    assert set(records[1]) == {"line", "prompt_token_ids", "completions", "stats", "seed"}
+    assert (records[3]["id"], records[3]["prompt_token_ids"]) == (7, [4, 5])
+    captured = capsys.readouterr()
+    assert "2 of 2 lines done, 0 with an error" in captured.out
+    assert "2 finished, 0 failed, 0 aborted" in captured.out
+    assert "2 of 2 prompts" in captured.err
+    assert "\x1b" not in captured.out + captured.err
+
+
+def test_a_bad_line_is_one_error_record(model_path, tmp_path):
+    deep = b"[" * 100_000
+    bad = {
+        2: (b'{"prompt": "x"', "the line is no JSON"),
+        3: (b'{"prompt": "\xff"}', "no UTF-8"),
+        4: ([1, 2], "a line is an object"),
+        5: ({"text": "x"}, "'text' is none of id, prompt, token_ids, params"),
+        6: ({"prompt": "x", "token_ids": [1]}, "either a prompt or token_ids"),
+        7: ({"prompt": 5}, "prompt must be text"),
+        8: ({"token_ids": [999]}, "prompt token 0 is 999"),
+        9: ({"prompt": "x", "params": {"num_beams": 0}}, "num_beams must be an integer of at least 1"),
+        10: ({"prompt": "x", "params": {"beams": 2}}, "beam search has no parameter 'beams'"),
+        11: ({"prompt": "x", "params": [2]}, "params must be an object"),
+        12: ({"prompt": "x", "id": 1.5}, "id must be text or an integer"),
+        13: ({"prompt": "x", "id": "a"}, 'id "a" is that of line 1'),
+        14: ({"prompt": "\ud800", "id": "\ud801"}, "no text in UTF-8"),
+        15: (deep, "RecursionError"),
+        16: ({"prompt": "the dog " * 100_000}, "exceed the model's 640 positions"),
+        17: (b'{"prompt": "x", "params": {"seed": ' + b"9" * 5000 + b"}}", "the line is no JSON"),
+    }
+    good = {"prompt": "the fox", "id": "a"}
+    prompts = write(tmp_path / "p.jsonl", [good, *(line for line, _ in bad.values()), {"prompt": "日本 🦊 the"}])
+    out = tmp_path / "r.jsonl"
+    for _ in range(2):  # going on with a job that is done changes nothing
+        assert run(model_path, prompts, out, "--max-new-tokens", "4") == EXIT_FAILED
+        found = results(out)
+        assert set(found) == set(range(1, 19))
+        for number, (_, sentence) in bad.items():
+            assert sentence in found[number][1], number
+        assert found[1][1] is found[18][1] is None
+    assert found[14][0] == "\ud801"
+
+
+def test_options_hold_for_lines_that_say_nothing_else():
+    defaults = LineDefaults({"num_beams": 3, "max_new_tokens": 5})
+    assert defaults.params({}) == BeamSearchParams(num_beams=3, max_new_tokens=5)
+    assert defaults.params({"num_beams": 2}) == BeamSearchParams(num_beams=2, max_new_tokens=5)
+    assert defaults.params({"sample": True, "seed": 1}) == SamplingParams(seed=1)
+    assert LineDefaults({"top_k": 3}, sample=True).params({}) == SamplingParams(top_k=3)
+
+
+def test_cut_anywhere_it_goes_on_to_the_same_lines(model_path, tmp_path):
+    """A kill in the middle of a write leaves a torn line; it is dropped and done again, and no other is."""
+    prompts = write(tmp_path / "p.jsonl", some_lines(24))
+    whole = tmp_path / "whole.jsonl"
+    run(model_path, prompts, whole, "--max-new-tokens", "8")
+    want, data = results(whole), whole.read_bytes()
+    assert len(want) == 24
+    rng = random.Random(0)
+    for size in [0, 1, 9, len(data) - 1, *(rng.randrange(len(data)) for _ in range(5))]:
+        out = tmp_path / f"{size}.jsonl"
+        out.write_bytes(data[:size])
+        run(model_path, prompts, out, "--max-new-tokens", "8")
+        assert results(out) == want, size
+        kept = data[: data.rfind(b"\n", 0, size) + 1]
+        assert out.read_bytes().startswith(kept), "what is whole stays as it is"
+
+
+def start(model_path, prompts, out):
+    command = [*COMMAND, str(prompts), "--out", str(out), "--model", model_path, "--num-beams", "3"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def wait_for_lines(process, out, count):
+    deadline = time.monotonic() + 90
+    while not out.exists() or out.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
+def test_killed_it_goes_on_to_the_same_lines(model_path, tmp_path, kind):
+    lines = [{"id": n, "token_ids": [1 + n % 60, 2], "params": {"max_new_tokens": 20 + n}} for n in range(80)]
+    prompts, out = write(tmp_path / "p.jsonl", lines), tmp_path / "r.jsonl"
+    process = start(model_path, prompts, out)
+    wait_for_lines(process, out, 5)
+    process.send_signal(kind)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (EXIT_INTERRUPTED if kind == signal.SIGINT else -signal.SIGKILL)
+    assert b"Traceback" not in err
+    before = out.read_bytes()
+    assert 5 <= before.count(b"\n") < 80, "it was killed in the middle"
+    if kind == signal.SIGINT:
+        assert set(results(out)) <= set(range(1, 81)), "the file is valid as it is"
+    assert run(model_path, prompts, out) == 0
+    whole = tmp_path / "whole.jsonl"
+    assert run(model_path, prompts, whole) == 0
+    assert results(out) == results(whole)
+    assert out.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+
+
+def test_lines_added_later_are_done_and_no_other(model_path, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "r.jsonl"
+    write(prompts, [{"id": "a", "prompt": "the"}, {"id": "b", "prompt": "fox"}])
+    assert run(model_path, prompts, out, "--max-new-tokens", "3") == 0
+    before = out.read_bytes()
+    write(prompts, [{"id": "c", "prompt": "dog"}, {"id": "a", "prompt": "the"}, {"id": "b", "prompt": "fox"}])
+    assert run(model_path, prompts, out, "--max-new-tokens", "3") == 0
+    added = out.read_bytes().removeprefix(before)
+    assert [json.loads(line)["id"] for line in added.splitlines()] == ["c"]
+
+
+@pytest.mark.parametrize("content", [b"precious", b"precious\n", b'{"line": 1}\n[]\n', b'{"prompt": "x"}\n', b"{}\n"])
+def test_a_file_that_holds_no_results_is_left_alone(tmp_path, content):
+    path = tmp_path / "notes"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is no result of a batch job: name another file"):
+        ResultsFile(path)
+    assert path.read_bytes() == content
+
+
+def test_one_job_a_file(tmp_path):
+    with ResultsFile(tmp_path / "r") as first:
+        first.append(1, None, {"error": "x"})
+        with pytest.raises(ValueError, match="another job writes to"):
+            ResultsFile(tmp_path / "r")
+    with ResultsFile(tmp_path / "r") as again:
+        assert again.has(1, None)
+
+
+def test_a_write_that_takes_a_part_goes_on(tmp_path):
+    """A full disk or a signal may make a write shorter than asked."""
+    write_all = os.write
+    with ResultsFile(tmp_path / "r") as file, mock.patch("os.write", lambda fd, data: write_all(fd, data[:3])):
+        file.append(1, "é", {"error": "x"})
+    assert json.loads((tmp_path / "r").read_bytes()) == {"line": 1, "id": "é", "error": "x"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none.jsonl", "--out", "r"], "No such file or directory: 'none.jsonl'"),
+        (["p.jsonl", "--out", "p.jsonl"], "holds the prompts: name another file for the results"),
+        (["p.jsonl"], "the following arguments are required: --out"),
+        (["p.jsonl", "--out", "r", "--num-beams", "0"], "num_beams must be an integer of at least 1, got 0"),
+        (["p.jsonl", "--out", "r", "--model", "/no/such"], "the model '/no/such' cannot be loaded"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(tmp_path, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "p.jsonl", [{"prompt": "x"}])
+    assert main(["batch", *arguments]) == EXIT_BAD_INPUT
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.count("\n") == 1

@@ -1,0 +1,172 @@
+"""Requests added, turned and aborted by a loop of the user's own, and what the counters say of it."""
+
+import random
+import threading
+import time
+from unittest import mock
+
+import pytest
+
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from fakes import VOCABULARY, random_beam_settings, random_prompt, tiny_model
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11]
+BEAMS = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
+
+
+def make_decoder(block_size=4, num_blocks=256):
+    return Decoder(tiny_model("llama"), block_size=block_size, num_blocks=num_blocks)
+
+
+def tokens(result):
+    return [completion.token_ids for completion in result.completions]
+
+
+def assert_unused(decoder):
+    decoder.check_integrity()
+    assert decoder.num_free_blocks == decoder.num_blocks
+
+
+def test_a_loop_of_ones_own_gives_the_results_of_generate():
+    decoder = make_decoder(num_blocks=64)
+    prompts = [[3 + i, 1, 4, 1 + i] for i in range(9)]
+    runs = [decoder.add_request(prompt, BEAMS) for prompt in prompts]
+    ended = []
+    while not all(run.is_over for run in runs):
+        ended += decoder.step()
+        decoder.check_integrity()
+    assert sorted(map(id, ended)) == sorted(map(id, runs)), "each run ends once"
+    assert decoder.step() == [], "nothing is in flight"
+    want = decoder.generate(prompts, BEAMS)
+    assert [tokens(run.result) for run in runs] == [tokens(result) for result in want]
+    assert_unused(decoder)
+
+
+def test_a_prepared_request_is_taken_as_it_is():
+    decoder = make_decoder()
+    request = decoder.prepare(PROMPT, SamplingParams(max_new_tokens=3))
+    assert decoder.counters().waiting == 0, "nothing is queued"
+    run = decoder.add_request(request)
+    while not run.is_over:
+        decoder.step()
+    assert run.result.seed == request.seed
+    with pytest.raises(ValueError, match="one prompt is taken here, got a list of 2"):
+        decoder.prepare([PROMPT, PROMPT])
+
+
+def test_watched_runs_collect_frames():
+    decoder = make_decoder()
+    run = decoder.add_request(PROMPT, BEAMS, watch="frames")
+    while not run.is_over:
+        decoder.step()
+    want = list(decoder.stream(PROMPT, BEAMS))
+    assert [frame.step for frame in run.frames] == [frame.step for frame in want]
+    assert tokens(run.frames[-1].result) == tokens(want[-1].result)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aborts_at_random_leave_the_others_their_tokens(seed):
+    rng = random.Random(seed)
+    decoder = make_decoder(num_blocks=96)
+    jobs = [(random_prompt(rng), BeamSearchParams(**random_beam_settings(rng))) for _ in range(12)]
+    runs = [decoder.add_request(*job) for job in jobs]
+    dropped = set()
+    while not all(run.is_over for run in runs):
+        decoder.step()
+        if rng.random() < 0.3:
+            index = rng.randrange(len(runs))
+            if not runs[index].is_over:
+                dropped.add(index)
+            decoder.abort(runs[index])
+            decoder.abort(runs[index])  # twice is fine
+        decoder.check_integrity()
+    assert_unused(decoder)
+    for index, (run, job) in enumerate(zip(runs, jobs, strict=True)):
+        if index in dropped:
+            assert "aborted" in str(run.error)
+        else:
+            assert tokens(run.result) == tokens(decoder.generate(*job))
+    counters = decoder.counters()
+    assert counters.aborted == len(dropped)
+    assert counters.failed == 0
+
+
+def test_counters_are_the_sums_of_the_stats():
+    decoder = make_decoder(num_blocks=64)
+    runs = [decoder.add_request([3 + i] * (3 + i), BEAMS) for i in range(8)]
+    before = decoder.counters()
+    assert (before.running, before.waiting, before.turns, before.decode_tokens_per_second) == (0, 8, 0, 0.0)
+    decoder.step()
+    decoder.step()
+    during = decoder.counters()
+    assert during.running > 0
+    assert during.running + during.waiting == 8
+    assert during.live_blocks + during.free_blocks == 64
+    assert during.live_blocks > 0
+    assert during.decode_tokens > 0
+    while not all(run.is_over for run in runs):
+        decoder.step()
+    after = decoder.counters()
+    stats = [run.result.stats for run in runs]
+    assert after.prefill_tokens == sum(s.prefill_tokens for s in stats)
+    assert after.decode_tokens == sum(s.decode_tokens for s in stats)
+    assert after.cow_copies == sum(s.cow_copies for s in stats) > 0
+    assert (after.finished, after.running, after.waiting, after.live_blocks) == (8, 0, 0, 0)
+    assert 0 < after.busy_seconds <= after.seconds
+    assert after.decode_tokens_per_second == pytest.approx(after.decode_tokens / after.busy_seconds)
+
+
+def test_a_turn_that_fails_ends_everything_in_flight_and_nothing_else():
+    decoder = make_decoder()
+    runs = [decoder.add_request(PROMPT, BEAMS), decoder.add_request([1, 2], BEAMS)]
+    decoder.step()
+    with mock.patch.object(decoder.model, "forward", side_effect=ZeroDivisionError), pytest.raises(ZeroDivisionError):
+        decoder.step()
+    assert all("the turn of the engine failed" in str(run.error) for run in runs)
+    assert decoder.counters().failed == 2
+    assert_unused(decoder)
+    assert decoder.generate(PROMPT, BEAMS).completions
+
+
+def test_a_turn_lets_waiting_callers_go_first():
+    """A lock is not fair: on a busy machine a thread that turned in a loop kept others out for a second and more."""
+    decoder = make_decoder()
+    decoder.add_request(PROMPT, BEAMS)
+    with mock.patch("time.sleep") as slept:
+        decoder.step()
+        slept.assert_not_called()
+        with decoder._engine._called():  # as a caller that waits for the lock, or just got it
+            decoder.step()
+        slept.assert_called_once()
+        decoder.step()
+        slept.assert_called_once()
+
+
+def test_callers_get_in_while_another_thread_turns():
+    decoder = make_decoder(num_blocks=512)
+    run = decoder.add_request(PROMPT, SamplingParams(max_new_tokens=600, eos_token_id=[], seed=1))
+
+    def turn():
+        while not run.is_over:
+            decoder.step()
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    for _ in range(10):
+        time.sleep(0.002)  # into the middle of a turn
+        decoder.abort(decoder.add_request([VOCABULARY - 1], BEAMS))
+    assert not run.is_over, "the calls go through while one long request is turned"
+    decoder.abort(run)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert_unused(decoder)
+
+
+def test_a_closed_decoder_says_so():
+    decoder = make_decoder()
+    run = decoder.add_request(PROMPT, BEAMS)
+    decoder.close()
+    for use in (decoder.step, decoder.counters, lambda: decoder.add_request(PROMPT, BEAMS)):
+        with pytest.raises(ValueError, match="the decoder is closed"):
+            use()
+    decoder.abort(run)  # an `except` or `finally` of the loop may come to this; nothing is left to free
