@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cowbeam.decoder.decoder import Decoder
+    from cowbeam.decoder.drop_in import attach, custom_generate, detach
     from cowbeam.decoder.frames import Frame
     from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
@@ -21,6 +22,9 @@ _HOME = {
     "Frame": "frames",
     "MemoryUse": "outputs",
     "SamplingParams": "params",
+    "attach": "drop_in",
+    "custom_generate": "drop_in",
+    "detach": "drop_in",
 }
 
 __all__ = [
@@ -32,6 +36,9 @@ __all__ = [
     "Frame",
     "MemoryUse",
     "SamplingParams",
+    "attach",
+    "custom_generate",
+    "detach",
 ]
 
 
