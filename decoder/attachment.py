@@ -67,7 +67,7 @@ class Fitted:
             try:
                 cache = KVCache(self.shapes, num_blocks, block_size)
             except RuntimeError:  # beams share so much that far less than the worst case may do
-                num_blocks //= 2
+                num_blocks = num_blocks * 3 // 4
             else:
                 return Memory(cache, StepGraphs(self.adapter, cache), num_blocks)
         raise MemoryError(f"there is no memory for {smallest} KV blocks of {block_size} tokens")

@@ -44,10 +44,12 @@ def attach(
         The model. A copy of it is attached too; ``detach`` undoes it.
 
     Raises:
-        ValueError: ``model`` is no transformers model or has a ``generate`` of its own, or a knob is out of range.
+        ValueError: ``model`` is no transformers model, has no ``generate`` or one of its own, or a knob is out of range.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
+    if not hasattr(type(model), "generate"):
+        raise ValueError(f"{type(model).__name__} has no generate; load it as AutoModelForCausalLM")
     check_choices(block_size, compile)
     if attention not in ("auto", "triton", "torch"):
         raise ValueError(f'attention must be "auto", "triton" or "torch", got {attention!r:.100}')

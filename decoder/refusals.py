@@ -17,6 +17,7 @@ _HARMLESS = (
     "stopping_criteria",
     "streamer",
     "synced_gpus",
+    "tokenizer",
     "use_cache",
     *CACHE_NAMES,
 )
