@@ -44,7 +44,7 @@ def attach(
         The model. A copy of it is attached too; ``detach`` undoes it.
 
     Raises:
-        ValueError: ``model`` is no transformers model, has no ``generate`` or one of its own, or a knob is out of range.
+        ValueError: ``model`` is no transformers model, or has no ``generate`` or one of its own; a knob out of range.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")

@@ -97,10 +97,10 @@ class PagedRows:
         self._ended = rows
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append a token to each row, [rows]; logits of what follows, [rows, vocabulary], 0 for rows that have ended.
+        """Append a token to each row, [rows]; logits of what follows, [rows, vocabulary].
 
-        Raises torch.OutOfMemoryError if the pool has too few blocks, which is possible only where memory did not hold
-        the worst case.
+        Rows that have ended get another's. Raises torch.OutOfMemoryError if the pool has too few blocks, which is
+        possible only where memory did not hold the worst case.
         """
         self._follow(tokens.tolist())
         groups = [group for group in self._groups if group.branches]
@@ -108,12 +108,12 @@ class PagedRows:
         layout = lay_out(groups)
         self.peak_blocks = max(self.peak_blocks, self._pool.num_live)
         logits = self.memory.graphs.decode(self._batch.upload(layout))
-        in_rank_order = [row for rows_of_group in layout.rows_of_group for row in rows_of_group]
-        logits = logits[to_device(in_rank_order, torch.long, logits.device)]
-        if len(in_rank_order) == self._num_rows:
-            return logits
-        live = to_device([row for rows in self._live for row in rows], torch.long, logits.device)
-        return logits.new_zeros(self._num_rows, logits.shape[1]).index_copy_(0, live, logits)
+        # Finite logits for rows that have ended too: no processor stumbles over them.
+        row_of = [0] * self._num_rows
+        for rows, of_group in zip((live for live in self._live if live), layout.rows_of_group, strict=True):
+            for row, in_batch in zip(rows, of_group, strict=True):
+                row_of[row] = in_batch
+        return logits[to_device(row_of, torch.long, logits.device)]
 
     def _follow(self, tokens: Sequence[int]) -> None:
         """Fork, free and append as the loop has chosen."""
