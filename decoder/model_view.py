@@ -84,6 +84,8 @@ class _Call:
 
     def _over_blocks(self, loop: Callable[..., Any], view: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         assert self._rows is not None, "the loop has rows"
+        for name in CACHE_NAMES:  # empty; one of fixed size would have masks made and the forward pass compiled
+            kwargs.pop(name, None)
         if loop.__name__ == "_sample" and _forgets_ended(**kwargs):
             kwargs["stopping_criteria"] = _Watched(kwargs["stopping_criteria"], self._rows)
         return loop(view, input_ids, **kwargs)

@@ -27,7 +27,8 @@ _SETTINGS = (
     ("output_hidden_states", (None, False)),
     ("use_cache", (None, True)),
     ("prefill_chunk_size", (None,)),
-    ("cache_implementation", (None, "dynamic", "dynamic_full")),
+    # Caches of another layout give the same answer; a quantized one does not, an offloaded one spares the GPU's memory.
+    ("cache_implementation", (None, "dynamic", "static", "sliding_window", "hybrid", "hybrid_chunked")),
     ("is_assistant", (None, False)),
 )
 
@@ -46,6 +47,8 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
             return f"{name}={value!r} is not supported"
     if kwargs.get("synced_gpus"):
         return "synced_gpus is not supported"
+    if adapter.path == "triton" and torch.is_autocast_enabled(adapter.device.type):
+        return "autocast is not supported: a captured step keeps the types it was captured with"
     for name, value in kwargs.items():
         if value is not None and name not in _HARMLESS:
             return f"the argument {name} is not supported"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -35,10 +36,11 @@ from cowbeam.decoder import attach, custom_generate, detach
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.paged_rows import PagedRows
 from cowbeam.decoder.step_graph import StepGraphs
-from fakes import BLOCK_SIZES, FAMILIES, VOCABULARY, make_model, random_prompt, tiny_model
+from fakes import BLOCK_SIZES, DEVICE, FAMILIES, VOCABULARY, make_model, random_prompt, tiny_model
 from text import tiny_tokenizer
 
 CHUNKS, SETTINGS_A_CHUNK = 6, 30
+BEAMS = {"num_beams": 3, "max_new_tokens": 6, "pad_token_id": 0}
 TOLERANCE = 1e-4  # of sums of float32 log-probs
 
 
@@ -94,7 +96,7 @@ class FollowsHistory(LogitsProcessor):
     """A user's: looks at the whole history, so a branch with another's history gets other scores."""
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        weights = torch.arange(1, input_ids.shape[1] + 1)
+        weights = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
         favoured = (input_ids * weights).sum(1) % VOCABULARY
         return scores.scatter_add(1, favoured[:, None], torch.full_like(scores[:, :1], 1.5))
 
@@ -173,9 +175,11 @@ def random_call(rng: random.Random) -> dict[str, Any]:
 
 def padded(prompts: list[list[int]], pad: int = 0) -> dict[str, Tensor]:
     width = max(map(len, prompts))
+    token_ids = [[pad] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return {
-        "input_ids": torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts]),
-        "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        "input_ids": torch.tensor(token_ids, device=DEVICE),
+        "attention_mask": torch.tensor(mask, device=DEVICE),
     }
 
 
@@ -339,7 +343,6 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states=True"),
     "prompt lookup": ({"prompt_lookup_num_tokens": 2, "num_beams": 1}, "prompt lookup"),
     "chunks": ({"prefill_chunk_size": 2}, "prefill_chunk_size=2"),
-    "another cache": ({"cache_implementation": "static"}, "cache_implementation='static'"),
     "a given cache": ({"past_key_values": DynamicCache}, "a given cache"),
     "right padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 1]])}, "a 0 behind a token"),
     "nothing but padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])}, "a 0 behind a token"),
@@ -372,6 +375,29 @@ def test_fallback(name: str) -> None:
     assert not decoded_by_cowbeam(records)
     wanted = run(functools.partial(own_generate, model))
     assert torch.equal(*(out if isinstance(out, Tensor) else out.sequences for out in (wanted, got)))
+
+
+@pytest.mark.parametrize("kind", ["static", "hybrid"])
+@pytest.mark.filterwarnings("ignore")
+def test_caches_of_fixed_size(kind: str) -> None:
+    """Gemma's checkpoints ask for one in their generation config; blocks take its place."""
+    model: Any = attached("gemma2", 4)
+    inputs = padded([[3, 1, 4, 1, 5], [9, 2]])
+    for call in (BEAMS, BEAMS | {"num_beams": 1}):
+        with heard() as records:
+            got = model.generate(**inputs, **call, cache_implementation=kind)
+        assert decoded_by_cowbeam(records)
+        assert torch.equal(own_generate(model, **inputs, **call), got)
+
+
+def test_accelerate() -> None:
+    """Hooks that lie on the instance, as `device_map` sets them."""
+    model: Any = attach(dispatch_model(copy.deepcopy(tiny_model("llama")), {"": DEVICE}))
+    inputs = padded([[3, 1, 4, 1, 5], [9, 2]])
+    with heard() as records:
+        got = model.generate(**inputs, **BEAMS)
+    assert decoded_by_cowbeam(records)
+    assert torch.equal(own_generate(model, **inputs, **BEAMS), got)
 
 
 def test_an_assistant_model() -> None:
@@ -412,9 +438,6 @@ def test_training_mode() -> None:
         assert not decoded_by_cowbeam(records)
         model.eval().generate(**inputs, max_new_tokens=3, do_sample=False)
     assert decoded_by_cowbeam(records)
-
-
-BEAMS = {"num_beams": 3, "max_new_tokens": 6, "pad_token_id": 0}
 
 
 def test_copies() -> None:
