@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from cowbeam.decoder.async_decoder import AsyncDecoder
     from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
+    from cowbeam.decoder.drop_in import attach, custom_generate, detach
     from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
     from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome, StreamedToken
@@ -29,6 +30,9 @@ _HOME = {
     "Run": "engine",
     "SamplingParams": "params",
     "StreamedToken": "outputs",
+    "attach": "drop_in",
+    "custom_generate": "drop_in",
+    "detach": "drop_in",
 }
 
 __all__ = [
@@ -45,6 +49,9 @@ __all__ = [
     "Run",
     "SamplingParams",
     "StreamedToken",
+    "attach",
+    "custom_generate",
+    "detach",
 ]
 
 

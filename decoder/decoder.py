@@ -1,9 +1,7 @@
 """``Decoder``: the public interface."""
 
-import logging
 import operator
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
@@ -12,7 +10,6 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run, Watch
@@ -25,9 +22,7 @@ from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
-from cowbeam.decoder.self_check import check_paged_logits
-
-logger = logging.getLogger("cowbeam")
+from cowbeam.decoder.trial import attention_path, check_choices, try_out
 
 Prompt = str | Sequence[int]
 
@@ -66,15 +61,14 @@ class Decoder:
     ) -> None:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
-        _check_knobs(block_size, num_blocks, memory_fraction, kv_memory)
-        if not (compile is None or isinstance(compile, bool)):
-            raise ValueError(f"compile must be True, False or None, got {shown(compile)}")
+        check_choices(block_size, compile)
+        _check_knobs(num_blocks, memory_fraction, kv_memory)
         self.model = model
         self.tokenizer = tokenizer
-        self._adapter = ModelAdapter(model, _attention_path(attention, model, block_size))
+        self._adapter = ModelAdapter(model, attention_path(attention, model, block_size))
         if compile is None:
             compile = self._adapter.path == "triton" and self._adapter.device.type == "cuda"
-        shapes = _try_out(self._adapter, block_size, compile=compile)
+        shapes = try_out(self._adapter, block_size, compile=compile)
         if num_blocks is None:
             num_blocks = _blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
         try:
@@ -407,63 +401,12 @@ def _is_one_prompt(prompts: Any) -> bool:
     return bool(prompts) and not isinstance(prompts[0], str | Sequence)
 
 
-def _attention_path(attention: str, model: PreTrainedModel, block_size: int) -> AttentionPath:
-    on_cuda = model.device.type == "cuda"
-    triton_can = on_cuda and block_size >= 8 and model.dtype != torch.float64
-    if attention == "torch" or (attention == "auto" and not triton_can):
-        return "torch"
-    if attention not in ("auto", "triton"):
-        raise ValueError(f'attention must be "auto", "triton" or "torch", got {shown(attention)}')
-    if block_size < 8:
-        raise ValueError(f'attention="triton" needs a block_size of 8 or more, got {block_size}')
-    if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f'attention="triton" needs a CUDA device; the model is on {model.device}')
-    return "triton"
-
-
-def _check_knobs(block_size: int, num_blocks: int | None, memory_fraction: float, kv_memory: int | None) -> None:
-    for name, value in (("block_size", block_size), ("num_blocks", num_blocks), ("kv_memory", kv_memory)):
-        is_given = value is not None or name == "block_size"
-        if is_given and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int | None) -> None:
+    for name, value in (("num_blocks", num_blocks), ("kv_memory", kv_memory)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
-    if block_size & (block_size - 1):
-        raise ValueError(f"block_size must be a power of two, got {block_size}")
     if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")
-
-
-def _try_out(adapter: ModelAdapter, block_size: int, *, compile: bool) -> list[LayerShape]:
-    """What the layers store, learnt from a trial step and checked against the model's own logits."""
-    try:
-        shapes = adapter.probe(num_tokens=2)
-        if adapter.device.type == "cuda":  # on a CPU parts of a wider output cost more than one product gains (5 %)
-            adapter.fuse_linears()
-        if compile:
-            _compile_layers(adapter, shapes, block_size)
-        if not adapter.is_compiled:
-            check_paged_logits(adapter, shapes, block_size)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        name = type(adapter.model).__name__
-        raise ValueError(f"{name} cannot be decoded over KV blocks: a trial step says {first_line(error)}") from error
-    return shapes
-
-
-def _compile_layers(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int) -> None:
-    """Compile for several rows and for one, and check the logits of both; where they are wrong, go on uncompiled."""
-    name = type(adapter.model).__name__
-    started = time.perf_counter()
-    adapter.compile_layers(shapes)
-    for num_branches in (16, 1):  # the first is what torch takes for a usual number when it chooses tiles
-        if adapter.is_compiled:
-            logger.info("compiling the layers of %s for %s", name, "several rows" if num_branches > 1 else "one row")
-            try:
-                check_paged_logits(adapter, shapes, block_size, num_branches)
-            except ValueError as error:
-                adapter.stop_compiling(first_line(error))
-    if adapter.is_compiled:
-        logger.info("compiled the layers of %s in %.1f s", name, time.perf_counter() - started)
 
 
 def _blocks_that_fit(

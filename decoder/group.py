@@ -84,12 +84,18 @@ class Group:
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Continuation]:
         """Let the strategy choose and make its choice the live branches; returns it. Frees everything when done."""
-        self.steps += 1
-        # Before the first choice one branch stands for all ranks.
-        ranked = self.branches * self.strategy.width if self.num_generated == 0 else self.branches
-        continuations = self.strategy.select(candidates, [branch.last_token for branch in ranked])
-        self._advance(ranked, continuations)
+        continuations = self.strategy.select(candidates, [branch.last_token for branch in self._ranked()])
+        self.follow(continuations)
         return continuations
+
+    def follow(self, continuations: Sequence[Continuation]) -> None:
+        """Make these the live branches; whoever is not continued is freed."""
+        self.steps += 1
+        self._advance(self._ranked(), continuations)
+
+    def _ranked(self) -> list[Branch]:
+        """The branch of each rank; before the first choice one branch stands for all."""
+        return self.branches * self.strategy.width if self.num_generated == 0 else self.branches
 
     def _advance(self, ranked: Sequence[Branch], continuations: Sequence[Continuation]) -> None:
         """Fork, free, append. A parent's first child keeps the branch; the dropped are freed after all forks."""

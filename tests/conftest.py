@@ -22,6 +22,7 @@ def _paths_of_choice() -> None:
 
         Engine.__init__.__defaults__ = (True,)
     if os.environ.get("COWBEAM_TEST_DEVICE") == "cuda":
-        from cowbeam.decoder import Decoder
+        from cowbeam.decoder import Decoder, attach
 
         Decoder.__init__.__kwdefaults__["compile"] = False
+        attach.__kwdefaults__["compile"] = False
