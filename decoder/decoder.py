@@ -113,7 +113,7 @@ class Decoder:
         """
         name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
         if name.startswith(("/", "./", "../", "~")) and not os.path.isdir(name):
-            raise ValueError(f"there is no folder {name!r:.200} to load a model from")
+            raise ValueError(f"the model {name!r:.200} cannot be loaded: there is no such folder")
         try:
             device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             if dtype is None:
