@@ -14,22 +14,16 @@ from torch import Tensor
 from cowbeam.decoder.blocks import BlockCopy
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.group import Group
+from cowbeam.kernels.advance import StepRows
 
 _COLUMNS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
-class DecodeInputs:
-    """One step's rows. All tensors lie on the device."""
+class DecodeInputs(StepRows):
+    """One step's rows, and how they belong together. All tensors lie on the device."""
 
-    token_ids: Tensor  # [rows]
-    positions: Tensor  # [rows]
-    slots: Tensor  # [rows]
-    lengths: Tensor  # [rows] int32, this step's token included
-    block_tables: Tensor  # [rows, columns] int32; what lies past a row's length is garbage
     group_starts: Tensor  # [rows] bool: a group begins with this row
-    copy_sources: Tensor  # [rows] the block that is copied before the row writes its slot,
-    copy_destinations: Tensor  # [rows] and to which; both the same where nothing is
     widest_group: int  # rows of the largest group
 
 

@@ -5,40 +5,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cowbeam.kernels.advance import StepRows
+
 CHUNK = 32
 
 
 def advance_rows_triton(
     parents: Tensor,
     tokens: Tensor,
-    token_ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    block_tables: Tensor,
+    step: StepRows,
     tables_before: Tensor,
-    copy_sources: Tensor,
-    copy_destinations: Tensor,
     upcoming: Tensor,
     block_size: int,
     scratch_block: int,
 ) -> Tensor:
     """See `advance_rows`."""
-    rows = parents.shape[0]
-    assert block_tables.stride(1) == tables_before.stride(1) == 1, (
-        f"a row's table must be contiguous, not strides {block_tables.stride()}"
+    rows, tables = parents.shape[0], step.block_tables
+    assert tables.stride(1) == tables_before.stride(1) == 1, (
+        f"a row's table must be contiguous, not strides {tables.stride()}"
     )
     row_of, new_block = parents.new_empty(rows), parents.new_empty(rows)
     _rows_kernel[(1,)](
-        parents, tokens, token_ids, positions, slots, lengths, tables_before, copy_sources, copy_destinations, upcoming,
-        row_of, new_block, rows, tables_before.stride(0), scratch_block,
+        parents, tokens, step.token_ids, step.positions, step.slots, step.lengths, tables_before, step.copy_sources,
+        step.copy_destinations, upcoming, row_of, new_block, rows, tables_before.stride(0), scratch_block,
         BLOCK_SIZE=block_size, ROWS_PAD=max(CHUNK, triton.next_power_of_2(rows)), CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
-    columns = block_tables.shape[1]
+    columns = tables.shape[1]
     _tables_kernel[(rows, triton.cdiv(columns, 1024))](
-        parents, row_of, new_block, positions, tables_before, block_tables, tables_before.stride(0),
-        block_tables.stride(0), columns,
-        BLOCK_SIZE=block_size, COLUMNS=1024, num_warps=4,
+        parents, row_of, new_block, step.positions, tables_before, tables, tables_before.stride(0), tables.stride(0),
+        columns, BLOCK_SIZE=block_size, COLUMNS=1024, num_warps=4,
     )  # fmt: skip
     return row_of
 

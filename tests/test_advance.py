@@ -82,7 +82,7 @@ class Walk:
         row_of = advance_rows(
             torch.tensor(parent_rows, device=self.device),
             torch.tensor(tokens, device=self.device),
-            **{name: value for name, value in self.tensors.items() if name != "group_starts"},
+            self.inputs,
             tables_before=table[: self.num_rows].clone(),
             upcoming=upcoming,
             block_size=self.block_size,
