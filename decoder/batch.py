@@ -7,6 +7,7 @@ the context.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,13 +107,18 @@ class Batch:
         columns = [position // self._block_size for position in positions]
         idle = BlockCopy(self._scratch_block, self._scratch_block)  # type: ignore[arg-type]
         sources, destinations = zip(*(copy or idle for copy in layout.copies), strict=True)
-        packed = torch.tensor(
-            [token_ids, last_blocks, positions, layout.sources, columns, layout.group_starts, sources, destinations]
-        )
-        if self._device.type == "cuda":
-            packed = packed.pin_memory()
-        token_ids_, blocks_, positions_, sources_, columns_, starts_, *copies_ = packed.to(
-            self._device, non_blocking=True
+        packed = [
+            token_ids,
+            last_blocks,
+            positions,
+            layout.sources,
+            columns,
+            layout.group_starts,
+            sources,
+            destinations,
+        ]
+        token_ids_, blocks_, positions_, sources_, columns_, starts_, *copies_ = to_device(
+            packed, torch.long, self._device
         )
         self._set_columns(max(columns) + 1)
         self.tables = self.tables[sources_]
@@ -128,6 +134,12 @@ class Batch:
             copy_destinations=copies_[1],
             widest_group=max(map(len, layout.rows_of_group)),
         )
+
+
+def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Send host numbers without waiting for the device, which an upload from memory that is not pinned may do."""
+    tensor = torch.tensor(numbers, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _row(branch: Branch) -> int:

@@ -53,7 +53,6 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = deque(BlockId(block_id) for block_id in range(num_blocks))
-        self.num_allocated = 0  # since the beginning
         self._live: dict[BlockId, Block] = {}
 
     @property
@@ -71,7 +70,6 @@ class BlockPool:
         if not self._free:
             raise OutOfBlocksError(f"all {self.num_blocks} blocks are in use")
         block = Block(self._free.popleft(), parent)
-        self.num_allocated += 1
         self._live[block.block_id] = block
         return block
 

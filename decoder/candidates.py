@@ -8,12 +8,13 @@ token``. Results stay on the device; the engine downloads those of all groups at
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cowbeam.decoder.batch import to_device
 from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
@@ -210,12 +211,6 @@ class Choice(NamedTuple):
     ranks: Tensor  # [width] int64: of the branch that is continued
     tokens: Tensor  # [width] int64
     scores: Tensor  # [width] float32
-
-
-def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Send host numbers without waiting for the device, which an upload from memory that is not pinned may do."""
-    tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def unpack(rows: Sequence[Sequence[float]]) -> list[Candidate]:

@@ -15,10 +15,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import Batch, Layout, lay_out
+from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
 from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
-from cowbeam.decoder.candidates import CandidateSource, to_device, unpack
+from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.choice_graph import Flight
 from cowbeam.decoder.counters import Counters, Tally
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
@@ -266,10 +266,9 @@ class Engine:
         """Let the host choose; the continuations of each group, none where it is over."""
         chosen: list[list[Continuation]] = []
         for group, (columns, maxima) in zip(flight.groups, landing.candidates(), strict=True):
-            fault = _fault(group.strategy, columns[0], maxima)
             if group not in self._runs:  # aborted while the step was in flight
                 chosen.append([])
-            elif fault:
+            elif fault := _fault(group.strategy, columns[0], maxima):
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
                 chosen.append([])
             else:

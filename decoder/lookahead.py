@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import DecodeInputs, Layout
+from cowbeam.decoder.batch import DecodeInputs, Layout, to_device
 from cowbeam.decoder.blocks import BlockPool
-from cowbeam.decoder.candidates import CandidateSource, to_device
+from cowbeam.decoder.candidates import CandidateSource
 from cowbeam.decoder.choice_graph import ChoiceGraphs, Flight, candidates_of
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.step_graph import StepGraphs
@@ -23,18 +23,16 @@ class Landing:
 
     def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
-        self._event: torch.cuda.Event | None = None
         self._host = flat
         if flat.is_cuda:
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._sent = _mark(flat)
 
     def candidates(self) -> list[tuple[Tensor, Tensor]]:
         """Wait; of each group the candidates, [3, n] as ``propose`` gives them, and its rows' greatest logits."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._sent is not None:
+            self._sent.synchronize()
         parts = torch.split(self._host[: sum(self._sizes)], self._sizes)
         return [(columns.view(3, -1), maxima) for columns, maxima in zip(parts[::2], parts[1::2], strict=True)]
 
@@ -106,9 +104,9 @@ class Lookahead:
         return flight.tables_before
 
 
-def _mark(logits: Tensor) -> torch.cuda.Event | None:
-    """The point at which a step is computed, for whoever lands it on another stream than the one it was launched on."""
-    if not logits.is_cuda:
+def _mark(tensor: Tensor) -> torch.cuda.Event | None:
+    """The point by which the device is done with all that was launched so far; None where it is done at once."""
+    if not tensor.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
@@ -116,6 +114,9 @@ def _mark(logits: Tensor) -> torch.cuda.Event | None:
 
 
 def _wait(flight: Flight) -> None:
-    """The device waits, not the host: each turn runs on the stream of the thread that turns the engine."""
+    """The device waits, not the host: each turn runs on the stream of the thread that turns the engine.
+
+    It may be another stream than the one that the step was launched on.
+    """
     if flight.launched is not None:
         torch.cuda.current_stream().wait_event(flight.launched)

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import Batch, lay_out
+from cowbeam.decoder.batch import Batch, lay_out, to_device
 from cowbeam.decoder.blocks import BlockPool
-from cowbeam.decoder.candidates import to_device
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
