@@ -107,19 +107,12 @@ class Batch:
         columns = [position // self._block_size for position in positions]
         idle = BlockCopy(self._scratch_block, self._scratch_block)  # type: ignore[arg-type]
         sources, destinations = zip(*(copy or idle for copy in layout.copies), strict=True)
-        packed = [
-            token_ids,
-            last_blocks,
-            positions,
-            layout.sources,
-            columns,
-            layout.group_starts,
-            sources,
-            destinations,
-        ]
-        token_ids_, blocks_, positions_, sources_, columns_, starts_, *copies_ = to_device(
-            packed, torch.long, self._device
+        packed = to_device(
+            [token_ids, last_blocks, positions, layout.sources, columns, layout.group_starts, sources, destinations],
+            torch.long,
+            self._device,
         )
+        token_ids_, blocks_, positions_, sources_, columns_, starts_, *copies_ = packed
         self._set_columns(max(columns) + 1)
         self.tables = self.tables[sources_]
         self.tables.scatter_(1, columns_[:, None], blocks_[:, None].int())
@@ -137,9 +130,14 @@ class Batch:
 
 
 def to_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Send host numbers without waiting for the device, which an upload from memory that is not pinned may do."""
+    """Send host numbers without waiting for the device."""
+    return ready_to_send(numbers, dtype, device).to(device, non_blocking=True)
+
+
+def ready_to_send(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the host, from where a copy to ``device`` need not be waited for, as one from unpinned memory may be."""
     tensor = torch.tensor(numbers, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _row(branch: Branch) -> int:

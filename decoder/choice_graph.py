@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import DecodeInputs, to_device
+from cowbeam.decoder.batch import DecodeInputs, ready_to_send, to_device
 from cowbeam.decoder.candidates import CandidateSource, Choice
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.step_graph import CapturedStep, StepGraphs
@@ -139,7 +139,7 @@ class _CapturedChoice:
         for static, now in zip([*self._flight.rows, *self._flight.given], [*flight.rows, *flight.given], strict=True):
             if static is not now:
                 static.copy_(now)
-        self._upcoming.copy_(to_device(upcoming, torch.long, self._upcoming.device))
+        self._upcoming.copy_(ready_to_send(upcoming, torch.long, self._upcoming.device), non_blocking=True)
         self._graph.replay()
         return Ahead(self._choices, self._flight.rows, self._flat, self._sizes, self._tables_before)
 
