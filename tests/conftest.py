@@ -26,3 +26,32 @@ def _paths_of_choice() -> None:
 
         Decoder.__init__.__kwdefaults__["compile"] = False
         attach.__kwdefaults__["compile"] = False
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo on the default model: its address, and its sessions."""
+    from ui_server import running_demo
+
+    with running_demo() as (url, sessions):
+        yield url, sessions
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from ui_server import running_browser
+
+    with running_browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visitor(demo, browser):
+    """A tab on the demo, which must end without an error and without a request to an outside host."""
+    from ui_server import Visitor
+
+    visitor = Visitor(browser, demo[0])
+    yield visitor
+    visitor.close()
+    assert visitor.errors == []
+    assert visitor.outside == [], "nothing may be asked of an outside host"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from cowbeam.decoder import BeamSearchParams, Decoder
+from cowbeam.decoder import BeamSearchParams, Decoder, DecodeResult
 from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.branches import Token
 from cowbeam.decoder.group import hypothesis_token_ids
@@ -159,3 +159,14 @@ def search_table(
         steps.append(live)
     found = [(h.score, hypothesis_token_ids(h)) for h in search.hypotheses]
     return TableRun(found, [h.finish_reason for h in search.hypotheses], steps)
+
+
+def token_ids(result: DecodeResult) -> list[tuple[int, ...]]:
+    """Of every completion."""
+    return [completion.token_ids for completion in result.completions]
+
+
+def assert_unused(decoder: Decoder) -> None:
+    """Nothing is in flight, and no block was lost."""
+    decoder.check_integrity()
+    assert decoder.num_free_blocks == decoder.num_blocks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
-from fakes import FAMILIES, VOCABULARY, make_model
+from fakes import FAMILIES, VOCABULARY, make_model, token_ids
 from oracles import transformers_generate
 from test_exact_beams import differences
 
@@ -19,10 +19,6 @@ SETTINGS = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 10, "le
 
 def make_decoder(family="llama", **config):
     return Decoder(make_model(family, {**FAMILIES[family], **config}), block_size=4, num_blocks=256)
-
-
-def tokens(result):
-    return [completion.token_ids for completion in result.completions]
 
 
 class Spelling:
@@ -107,7 +103,7 @@ def test_layers_that_share_kv(family, more, block_size):
 def test_a_stream_collected_in_the_middle_of_a_turn_harms_nobody():
     """A dropped stream in a reference cycle is closed by the collector, which may run inside another's turn."""
     decoder = make_decoder()
-    alone = tokens(decoder.generate(PROMPT, BEAMS))
+    alone = token_ids(decoder.generate(PROMPT, BEAMS))
     stream = decoder.stream(PROMPT, BEAMS)
     next(stream)
     cycle = [stream]
@@ -120,7 +116,7 @@ def test_a_stream_collected_in_the_middle_of_a_turn_harms_nobody():
         return forward(*args, **kwargs)
 
     decoder.model.forward = collecting
-    assert tokens(decoder.generate(PROMPT, BEAMS)) == alone
+    assert token_ids(decoder.generate(PROMPT, BEAMS)) == alone
     decoder.check_integrity()
     assert decoder.num_free_blocks == decoder.num_blocks
 
@@ -219,7 +215,7 @@ def test_a_step_in_flight_that_nobody_waits_for_is_forgotten():
     assert decoder._engine._flight is not None
     stream.close()
     assert decoder._engine._flight is None
-    assert tokens(decoder.generate(PROMPT, BEAMS)) == tokens(make_decoder().generate(PROMPT, BEAMS))
+    assert token_ids(decoder.generate(PROMPT, BEAMS)) == token_ids(make_decoder().generate(PROMPT, BEAMS))
 
 
 def test_a_call_of_the_model_from_another_thread_is_told_so():

@@ -11,7 +11,7 @@ import pytest
 
 from cowbeam.decoder import AsyncDecoder, BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.text_stream import TextStream
-from fakes import random_beam_settings, random_prompt, tiny_model
+from fakes import assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 BEAMS = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
@@ -20,15 +20,6 @@ LONG = SamplingParams(num_return_sequences=2, max_new_tokens=500, eos_token_id=[
 
 def make_decoder(num_blocks=512, **knobs):
     return Decoder(tiny_model("llama"), block_size=4, num_blocks=num_blocks, **knobs)
-
-
-def tokens(result):
-    return [completion.token_ids for completion in result.completions]
-
-
-def assert_unused(decoder):
-    decoder.check_integrity()
-    assert decoder.num_free_blocks == decoder.num_blocks
 
 
 def turning_threads():
@@ -64,7 +55,7 @@ def test_200_tasks_have_the_results_of_solo_runs():
 
     results = asyncio.run(main())
     for job, result in zip(jobs[::5], results[::5], strict=True):
-        assert tokens(decoder.generate(*job)) == tokens(result)
+        assert token_ids(decoder.generate(*job)) == token_ids(result)
     assert [result.prompt_token_ids for result in results] == [tuple(prompt) for prompt, _ in jobs]
     assert_unused(decoder)
     assert_no_thread_stays()
@@ -79,7 +70,7 @@ def test_frames_are_those_of_stream():
 
     frames, want = asyncio.run(main()), list(make_decoder().stream(PROMPT, BEAMS))
     assert frames[:-1] == want[:-1]
-    assert tokens(frames[-1].result) == tokens(want[-1].result)
+    assert token_ids(frames[-1].result) == token_ids(want[-1].result)
     assert_unused(decoder)
 
 
@@ -148,7 +139,7 @@ def test_cancelling_at_random_moments_leaves_all_blocks_free(seed):
 
     for job, result in zip(jobs, asyncio.run(main()), strict=True):
         if not isinstance(result, asyncio.CancelledError):
-            assert tokens(result) == tokens(decoder.generate(*job))
+            assert token_ids(result) == token_ids(decoder.generate(*job))
 
 
 def test_a_cancelled_request_is_dropped_within_a_step():
@@ -220,7 +211,7 @@ def test_a_fault_of_the_engine_reaches_every_task_and_ends_nothing_else():
         assert isinstance(error, RuntimeError)
         assert "no such pass" in str(error)
     assert len({id(error) for error in errors}) == 7, "tasks that raise one error mix their tracebacks"
-    assert tokens(result) == tokens(decoder.generate(PROMPT, BEAMS))
+    assert token_ids(result) == token_ids(decoder.generate(PROMPT, BEAMS))
     assert_unused(decoder)
 
 
@@ -294,7 +285,7 @@ def test_nothing_turns_while_nothing_is_asked():
 
 def test_a_decoder_is_shared_by_loops_threads_and_generate():
     decoder = make_decoder()
-    want = tokens(decoder.generate(PROMPT, BEAMS))
+    want = token_ids(decoder.generate(PROMPT, BEAMS))
     failures = []
 
     def work():
@@ -303,8 +294,8 @@ def test_a_decoder_is_shared_by_loops_threads_and_generate():
                 return await asyncio.gather(*(decoding.generate(PROMPT, BEAMS) for _ in range(10)))
 
         try:
-            assert all(tokens(result) == want for result in asyncio.run(main()))
-            assert all(tokens(decoder.generate(PROMPT, BEAMS)) == want for _ in range(5))
+            assert all(token_ids(result) == want for result in asyncio.run(main()))
+            assert all(token_ids(decoder.generate(PROMPT, BEAMS)) == want for _ in range(5))
         except BaseException as failure:
             failures.append(failure)
 

@@ -11,8 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from cowbeam.decoder import BeamSearchParams, Decoder, DecodeResult, SamplingParams
-from fakes import FAMILIES, make_model, random_beam_settings, random_prompt, tiny_decoder, tiny_model
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from fakes import (
+    FAMILIES,
+    assert_unused,
+    make_model,
+    random_beam_settings,
+    random_prompt,
+    tiny_decoder,
+    tiny_model,
+    token_ids,
+)
 
 PROMPT = [5, 9, 2, 33, 41, 7, 7]
 BEAMS = BeamSearchParams(num_beams=4, num_return_sequences=2, max_new_tokens=12, eos_token_id=[])
@@ -35,15 +44,6 @@ def tokens_computed(decoder: Decoder, *args: Any) -> tuple[Any, list[int]]:
 
 def decoder_of(family: str = "llama", block_size: int = 16, num_blocks: int = 128) -> Decoder:
     return Decoder(tiny_model(family), block_size=block_size, num_blocks=num_blocks)
-
-
-def token_ids(result: DecodeResult) -> list[tuple[int, ...]]:
-    return [completion.token_ids for completion in result.completions]
-
-
-def assert_unused(decoder: Decoder) -> None:
-    decoder.check_integrity()
-    assert decoder.num_free_blocks == decoder.num_blocks
 
 
 @pytest.mark.parametrize(

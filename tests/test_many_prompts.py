@@ -12,7 +12,7 @@ from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.job_progress import JobProgress, in_time
 from cowbeam.decoder.many_prompts import MAX_WAITING
 from cowbeam.decoder.scheduler import MAX_ROWS
-from fakes import tiny_model
+from fakes import assert_unused, tiny_model, token_ids
 
 BEAMS = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
 GREEDY = BeamSearchParams(num_beams=1, max_new_tokens=2, eos_token_id=[])
@@ -20,15 +20,6 @@ GREEDY = BeamSearchParams(num_beams=1, max_new_tokens=2, eos_token_id=[])
 
 def make_decoder(num_blocks=256):
     return Decoder(tiny_model("llama"), block_size=4, num_blocks=num_blocks)
-
-
-def tokens(result):
-    return [completion.token_ids for completion in result.completions]
-
-
-def assert_unused(decoder):
-    decoder.check_integrity()
-    assert decoder.num_free_blocks == decoder.num_blocks
 
 
 def take_fewer_than(limit, outcomes):
@@ -57,7 +48,7 @@ def test_every_prompt_has_the_result_of_a_list():
     assert sorted(outcome.index for outcome in outcomes) == list(range(40))
     assert [o.index for o in outcomes] != list(range(40)), "as they finish: a short one does not wait for a long one"
     want = decoder.generate(prompts, params)
-    assert all(tokens(outcome.result) == tokens(want[outcome.index]) for outcome in outcomes)
+    assert all(token_ids(outcome.result) == token_ids(want[outcome.index]) for outcome in outcomes)
     assert_unused(decoder)
 
 
@@ -165,7 +156,7 @@ def test_only_the_prompt_that_makes_a_turn_fail_has_the_error():
             assert isinstance(outcome.error, ZeroDivisionError)
             assert outcome.error.__traceback__ is None, "its frames would keep tensors"
         else:
-            assert tokens(outcome.result) == tokens(want[index])
+            assert token_ids(outcome.result) == token_ids(want[index])
     assert_unused(decoder)
 
 

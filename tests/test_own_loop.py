@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
-from fakes import VOCABULARY, random_beam_settings, random_prompt, tiny_model
+from fakes import VOCABULARY, assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 BEAMS = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
@@ -16,15 +16,6 @@ BEAMS = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
 
 def make_decoder(block_size=4, num_blocks=256):
     return Decoder(tiny_model("llama"), block_size=block_size, num_blocks=num_blocks)
-
-
-def tokens(result):
-    return [completion.token_ids for completion in result.completions]
-
-
-def assert_unused(decoder):
-    decoder.check_integrity()
-    assert decoder.num_free_blocks == decoder.num_blocks
 
 
 def test_a_loop_of_ones_own_gives_the_results_of_generate():
@@ -38,7 +29,7 @@ def test_a_loop_of_ones_own_gives_the_results_of_generate():
     assert sorted(map(id, ended)) == sorted(map(id, runs)), "each run ends once"
     assert decoder.step() == [], "nothing is in flight"
     want = decoder.generate(prompts, BEAMS)
-    assert [tokens(run.result) for run in runs] == [tokens(result) for result in want]
+    assert [token_ids(run.result) for run in runs] == [token_ids(result) for result in want]
     assert_unused(decoder)
 
 
@@ -61,7 +52,7 @@ def test_watched_runs_collect_frames():
         decoder.step()
     want = list(decoder.stream(PROMPT, BEAMS))
     assert [frame.step for frame in run.frames] == [frame.step for frame in want]
-    assert tokens(run.frames[-1].result) == tokens(want[-1].result)
+    assert token_ids(run.frames[-1].result) == token_ids(want[-1].result)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -85,7 +76,7 @@ def test_aborts_at_random_leave_the_others_their_tokens(seed):
         if index in dropped:
             assert "aborted" in str(run.error)
         else:
-            assert tokens(run.result) == tokens(decoder.generate(*job))
+            assert token_ids(run.result) == token_ids(decoder.generate(*job))
     counters = decoder.counters()
     assert counters.aborted == len(dropped)
     assert counters.failed == 0

@@ -5,30 +5,9 @@ import random
 import pytest
 
 from cowbeam.ui.settings import MODES
-from ui_server import SCOPE, Visitor, running_browser, running_demo
+from ui_server import SCOPE, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.long]
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with running_demo() as (url, sessions):
-        yield url, sessions
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visitor(demo, browser):
-    visitor = Visitor(browser, demo[0])
-    yield visitor
-    visitor.close()
-    assert visitor.errors == []
-    assert visitor.outside == []
 
 
 def random_settings(rng):

@@ -6,30 +6,9 @@ import pytest
 from gradio_client import Client
 from playwright.sync_api import expect
 
-from ui_server import SCOPE, Visitor, running_browser, running_demo
+from ui_server import SCOPE, Visitor
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def demo():
-    with running_demo() as (url, sessions):
-        yield url, sessions
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with running_browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visitor(demo, browser):
-    visitor = Visitor(browser, demo[0])
-    yield visitor
-    visitor.close()
-    assert visitor.errors == []
-    assert visitor.outside == [], "nothing may be asked of an outside host"
 
 
 def test_first_paint_is_a_recorded_run_that_can_be_walked_through(visitor):
