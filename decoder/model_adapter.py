@@ -1,14 +1,14 @@
 """Runs any transformers causal LM over blocks, with no model code touched.
 
-The model is switched to cowbeam's attention (``attend.py``), to fused projections and to compiled layers for the
-duration of a forward pass only: outside of one it is as its owner left it.
+The model is switched to cowbeam's attention (``attend.py``), to faster products and to compiled layers for the duration
+of a forward pass only: outside of one it is as its owner left it.
 """
 
 import inspect
 import logging
 import threading
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
+from cowbeam.decoder.cpu_linear import CPULinears, is_faster_here
 from cowbeam.decoder.fused_linear import FusedLinears, find_groups, place_of
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 
@@ -87,6 +88,7 @@ class ModelAdapter:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._attention_modules: list[torch.nn.Module] = []
         self._fused = FusedLinears([])
+        self._on_cpu = self._find_cpu_linears()
         self._compiled: CompiledLayers | None = None
         self._parts: list[Hashable] = []
         self.version = 0
@@ -143,6 +145,10 @@ class ModelAdapter:
                 self._parts = parts
                 self.version += 1
                 self._fused.leave_out_strangers(self.model)
+                self._on_cpu = self._find_cpu_linears()
+
+    def _find_cpu_linears(self) -> CPULinears | None:
+        return CPULinears(self.model) if self.device.type == "cpu" and is_faster_here() else None
 
     def fuse_linears(self) -> None:
         """Compute Linears that read the same input as one product, from now on."""
@@ -219,12 +225,17 @@ class ModelAdapter:
         keep = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}
         token = STEP.set(step)
         try:
-            with torch.inference_mode(), self._implementation(IMPLEMENTATION), self._fused.in_place():
+            with torch.inference_mode(), self._implementation(IMPLEMENTATION), self._faster_products():
                 out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
         finally:
             STEP.reset(token)
         logits: Tensor = out.logits
         return logits if last is None or keep else logits[:, last]
+
+    @contextmanager
+    def _faster_products(self) -> Iterator[None]:
+        with self._fused.in_place(), nullcontext() if self._on_cpu is None else self._on_cpu.in_place():
+            yield
 
     @contextmanager
     def _implementation(self, name: str) -> Iterator[None]:
