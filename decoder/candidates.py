@@ -20,6 +20,7 @@ from cowbeam.decoder.group import Group
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.strategy import Candidate
+from cowbeam.kernels.draw_tokens import draw_tokens
 from cowbeam.kernels.top_candidates import top_candidates
 
 
@@ -74,10 +75,14 @@ class CandidateSource:
             The candidates; and the ranks' greatest logits, which tell what is wrong, if a score is NaN (else anything).
         """
         strategy = self._group.strategy
-        if isinstance(strategy, BeamSearch) and self._is_plain and logits.is_cuda and len(rows) == strategy.width:
-            count = min(strategy.num_candidates, len(rows) * logits.shape[1])
-            scores, flat, maxima = top_candidates(logits, rows, given, count)
-            return _columns(scores, flat, logits.shape[1]), maxima
+        if self._is_plain and logits.is_cuda:  # by kernels that read the logits where they lie
+            if isinstance(strategy, BeamSearch) and len(rows) == strategy.width:
+                count = min(strategy.num_candidates, len(rows) * logits.shape[1])
+                scores, flat, maxima = top_candidates(logits, rows, given, count)
+                return _columns(scores, flat, logits.shape[1]), maxima
+            if not isinstance(strategy, BeamSearch) and not self._group.request.is_greedy:
+                tokens, scores, maxima = draw_tokens(logits, rows.expand(len(given)), given)
+                return _one_a_rank(scores, tokens), maxima
         logits = logits[rows].float()
         if isinstance(strategy, BeamSearch):
             candidates = self._beam_candidates(strategy, self._log_softmax(logits), given[:, None])
@@ -136,16 +141,14 @@ class CandidateSource:
         return seed
 
     def _one_a_sample(self, processed: Tensor, numbers: Tensor) -> Tensor:
-        log_probs = torch.log_softmax(processed, -1)
         # Greedy takes the greatest logit: two that differ can have equal log-probs.
         if self._group.request.is_greedy:
             tokens = processed.argmax(-1)
-        else:
-            log_probs = log_probs.expand(len(numbers), -1)
-            tokens = _inverse_cdf(log_probs, numbers)
-        scores = log_probs.gather(1, tokens[:, None])[:, 0]
-        ranks = torch.arange(len(tokens), device=self._device)
-        return torch.stack([scores.double(), ranks.double(), tokens.double()])
+            return _one_a_rank(torch.log_softmax(processed, -1).gather(1, tokens[:, None])[:, 0], tokens)
+        # At the first choice all ranks stand on the prompt.
+        rows = torch.arange(len(numbers), device=self._device).clamp_(max=len(processed) - 1)
+        tokens, scores, _ = draw_tokens(processed, rows, numbers)
+        return _one_a_rank(scores, tokens)
 
     def signature(self, width: int) -> Hashable:
         """Sources of one signature do the same to ``width`` ranks, launch for launch; None if that is not so.
@@ -197,12 +200,8 @@ def _columns(scores: Tensor, flat: Tensor, vocabulary: int) -> Tensor:
     return torch.stack([scores.double(), (flat // vocabulary).double(), (flat % vocabulary).double()])
 
 
-def _inverse_cdf(log_probs: Tensor, numbers: Tensor) -> Tensor:
-    """Each row's token: the first whose cumulative probability exceeds the row's uniform number."""
-    cumulative = log_probs.double().exp().cumsum(-1)
-    target = numbers[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
-    return tokens.clamp_(max=log_probs.shape[-1] - 1)
+def _one_a_rank(scores: Tensor, tokens: Tensor) -> Tensor:
+    return torch.stack([scores.double(), torch.arange(len(tokens), device=tokens.device).double(), tokens.double()])
 
 
 class Choice(NamedTuple):

@@ -18,8 +18,8 @@ from torch import Tensor
 # Tokens of a chunk: smaller ones make more work for step 2, larger ones for step 3.
 CHUNK = 2048
 SMALLEST_CHUNK = 32
-# Keys that a program sorts at once.
-KEYS_AT_ONCE = 4096
+# Keys that a program sorts at once: fewer take more launches, but sort on more multiprocessors.
+KEYS_AT_ONCE = 1024
 
 LEAST: tl.constexpr = tl.constexpr(-(2**63))  # below every score's key
 LOWEST: tl.constexpr = tl.constexpr(float("-inf"))
@@ -32,7 +32,7 @@ def top_candidates_triton(logits: Tensor, rows: Tensor, running: Tensor, count: 
     chunk = min(CHUNK, max(SMALLEST_CHUNK, triton.next_power_of_2(vocabulary)))
     chunks = triton.cdiv(vocabulary, chunk)
     partial_maxima, partial_sums = running.new_empty(width, chunks), running.new_empty(width, chunks)
-    _partials_kernel[(chunks, width)](
+    partials_kernel[(chunks, width)](
         logits, rows, partial_maxima, partial_sums, logits.stride(0), vocabulary, CHUNK=chunk, num_warps=4
     )
     maxima, log_sums = running.new_empty(width), running.new_empty(width)
@@ -123,10 +123,11 @@ def _score(key):
 
 
 @triton.jit
-def _partials_kernel(
+def partials_kernel(
     LOGITS, ROWS, MAXIMA, SUMS, logits_row, vocabulary,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """The greatest logit of every chunk of every row, and its sum of exp(logit - greatest)."""
     chunk, rank = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(ROWS + rank).to(tl.int64)
@@ -142,6 +143,18 @@ def _partials_kernel(
 
 
 @triton.jit
+def row_totals(partial, sums):
+    """[rows] each, of [rows, chunks] as `partials_kernel` gives them: the greatest logit, NaN if there is one, and the
+    logarithm of the sum of exp(logit - greatest), NaN in a row of -inf and in one with +inf or NaN."""
+    is_nan = partial != partial
+    maximum = tl.max(tl.where(is_nan, LOWEST, partial), 1)
+    maximum = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), maximum)
+    total = tl.sum(sums * tl.exp(partial - maximum[:, None]), 1)
+    # In float32 the GPU's logarithm is approximate: too far off where a row has one likely token.
+    return maximum, tl.log(total.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def _chunks_kernel(
     PARTIAL_MAXIMA, PARTIAL_SUMS, RUNNING, MAXIMA, LOG_SUMS, KEYS, width, chunks,
     ROWS_PAD: tl.constexpr, CHUNKS_PAD: tl.constexpr, KEEP: tl.constexpr,
@@ -151,13 +164,7 @@ def _chunks_kernel(
     at = rank[:, None] * chunks + chunk
     live = (rank[:, None] < width) & (chunk < chunks)
     partial = tl.load(PARTIAL_MAXIMA + at, mask=live, other=LOWEST)
-    is_nan = partial != partial
-    maximum = tl.max(tl.where(is_nan, LOWEST, partial), 1)
-    maximum = tl.where(tl.max(is_nan.to(tl.int32), 1) > 0, float("nan"), maximum)
-    # The difference is NaN in a row of -inf and in one with +inf or NaN.
-    total = tl.sum(tl.load(PARTIAL_SUMS + at, mask=live, other=0.0) * tl.exp(partial - maximum[:, None]), 1)
-    # In float32 the GPU's logarithm is approximate: too far off where a row has one likely token.
-    log_sum = tl.log(total.to(tl.float64)).to(tl.float32)
+    maximum, log_sum = row_totals(partial, tl.load(PARTIAL_SUMS + at, mask=live, other=0.0))
     tl.store(MAXIMA + rank, maximum, mask=rank < width)
     tl.store(LOG_SUMS + rank, log_sum, mask=rank < width)
     running = tl.load(RUNNING + rank, mask=rank < width, other=0.0)

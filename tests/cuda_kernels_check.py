@@ -25,6 +25,7 @@ from cowbeam.kernels import plan as plan_module
 from cowbeam.kernels.attention import paged_attention
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.cache_ops import copy_blocks, layer_pointers, write_kv
+from cowbeam.kernels.draw_tokens import draw_tokens
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
 from cowbeam.kernels.prefill import packed_causal_attention
 from cowbeam.kernels.reference import (
@@ -36,6 +37,8 @@ from cowbeam.kernels.reference import (
 from cowbeam.kernels.top_candidates import top_candidates
 from forests import Rows, relative_error
 from test_advance import Walk
+from test_draw_tokens import Draw
+from test_draw_tokens import disagreement as draw_disagreement
 from test_top_candidates import Step, disagreement
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -204,19 +207,22 @@ def check_rest(seed: int) -> dict[str, tuple[float, float]]:
         errors[f"advance_rows, block_size {block_size}"] = (0.0, 0.0)
     for width in (16, 64):
         step = Step.random(seed, width, 128256, 2 * width, torch.bfloat16, "cuda")
-        errors[f"top_candidates, width {width}"] = (disagreement(captured(step), step, lower_first=True), 1e-6)
+        found = captured(top_candidates, step)
+        errors[f"top_candidates, width {width}"] = (disagreement(found, step, lower_first=True), 1e-6)
+        draw = Draw.random(seed, width, 128256, torch.bfloat16, "cuda")
+        errors[f"draw_tokens, width {width}"] = (draw_disagreement(captured(draw_tokens, draw), draw), 1e-6)
     for name, (error, _) in errors.items():
         print(f"{error:9.2e}  {name}", flush=True)
     return errors
 
 
-def captured(step: Step) -> tuple[Tensor, ...]:
-    """The step's candidates by a graph's replay."""
-    top_candidates(*step)
+def captured(function: Callable[..., tuple[Tensor, ...]], arguments: tuple) -> tuple[Tensor, ...]:
+    """The function's results by a graph's replay."""
+    function(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = top_candidates(*step)
+        found = function(*arguments)
     graph.replay()
     return tuple(tensor.clone() for tensor in found)
 

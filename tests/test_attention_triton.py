@@ -28,6 +28,7 @@ else:
         attention,
         cache_ops,
         cache_ops_triton,
+        draw_tokens_triton,
         plan,
         plan_triton,
         top_candidates_triton,
@@ -37,6 +38,9 @@ else:
     from forests import Rows, relative_error
     from test_advance import Walk
     from test_attention import check
+    from test_draw_tokens import Draw
+    from test_draw_tokens import disagreement as draw_disagreement
+    from test_draw_tokens import strange_rows as strange_draws
     from test_top_candidates import Step, disagreement, strange_rows, tied
 
     pytestmark = pytest.mark.filterwarnings(
@@ -237,6 +241,33 @@ else:
         _, indices, _ = check_candidates(step)
         unusable = step.accumulated.view(-1).isnan().nonzero()[:count, 0]
         assert torch.equal(indices[: len(unusable)], unusable)
+
+    def check_draw(draw):
+        found = draw_tokens_triton.draw_tokens_triton(*draw)
+        assert draw_disagreement(found, draw) < 1e-6
+        return found
+
+    @pytest.fixture
+    def small_draw_chunks(monkeypatch):
+        monkeypatch.setattr(draw_tokens_triton, "CHUNK", 32)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize(("width", "vocabulary"), [(1, 1), (5, 31), (3, 33), (4, 1000)])
+    def test_draws_of_every_shape(width, vocabulary, dtype, small_draw_chunks):
+        check_draw(Draw.random(vocabulary, width, vocabulary, dtype))
+
+    def test_draws_from_chunks_as_large_as_on_a_gpu():
+        check_draw(Draw.random(3, 4, 5003, torch.float32))
+
+    @pytest.mark.parametrize("allowed", [[0], [79], [3, 4, 5], [0, 40, 79], [31, 32]])
+    def test_draws_of_what_is_allowed_only(allowed, small_draw_chunks):
+        """Whole chunks may have no probability."""
+        tokens, _, _ = check_draw(Draw.masked(len(allowed), 80, allowed))
+        assert set(tokens.tolist()) <= set(allowed)
+
+    @pytest.mark.parametrize("strange", strange_draws)
+    def test_draws_from_strange_rows(strange, small_draw_chunks):
+        check_draw(strange_draws[strange]())
 
     def test_reference_agrees_with_dense_softmax():
         """The oracle itself, against one line of torch on contiguous keys."""
