@@ -22,7 +22,9 @@ __all__ = ["paged_attention", "rows_per_window"]
 
 LOG2_E = 1.4426950408889634
 # A piece of fewer tiles costs more in merging than it gains in balance.
-MIN_TILES = 4
+MIN_TILES = 2
+# From so many keys a row on, two programs that take turns on an SM gain more than their partial results cost.
+LONG = 16384
 # Elements of partial results that a program of the merge holds in registers at once.
 MERGED_AT_ONCE = 8192
 
@@ -54,7 +56,7 @@ def paged_attention(
         key_cache: [num_blocks, kv_heads, block_size, head_dim], inner two dimensions contiguous.
         value_cache: [num_blocks, kv_heads, block_size, value_dim].
         plan: of this step, for this layer's sliding window.
-        scale: factor on the scores.
+        scale: factor on the scores, positive.
         softcap: scores become tanh(score / softcap) * softcap, after the scale (Gemma 2).
         sinks: [heads] logits that join the softmax's denominator only (GPT-OSS).
 
@@ -62,6 +64,7 @@ def paged_attention(
         [rows, heads, value_dim]; zeros for rows of length 0.
     """
     _check(query, key_cache, value_cache, plan)
+    assert scale > 0, f"the scale must be positive, not {scale}: the kernel looks for the maximum before it scales"
     rows, heads, head_dim = query.shape
     kv_heads, value_dim = key_cache.shape[1], value_cache.shape[-1]
     group = heads // kv_heads
@@ -123,27 +126,24 @@ def paged_attention(
         num_warps=variant.warps,
         **common,
     )
-    heads_pad = triton.next_power_of_2(slot_heads)
-    merge_kernel[(rows, kv_heads * splits)](
+    merge_kernel[(rows, heads)](
         out,
         partial_out,
         partial_lse,
         sinks,
         segments,
-        HEADS_PAD=heads_pad,
-        PARTIALS=_partials(plan, programs, kv_heads * splits, heads_pad * value_pad),
+        PARTIALS=_partials(plan, programs, kv_heads * splits, value_pad),
         num_warps=4,
         **common,
     )
     return out
 
 
-def _partials(plan: Plan, programs: int, slots: int, elements: int) -> int:
+def _partials(plan: Plan, programs: int, slots: int, value_pad: int) -> int:
     """How many partial results the merge reads at once: about as many as a segment has, if registers hold them."""
     windows = triton.cdiv(plan.num_rows, plan.rows_per_window)
     expected = triton.cdiv(programs, windows * slots) + 1
-    most = max(1, MERGED_AT_ONCE // elements)
-    return min(int(triton.next_power_of_2(expected + 1)) // 2, most)
+    return int(min(triton.next_power_of_2(expected), max(2, MERGED_AT_ONCE // value_pad)))
 
 
 def _schedule(plan: Plan, programs: int, slots: int) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,8 @@ def _head_slots(group: int) -> tuple[int, int]:
 def _variant(plan: Plan, slot_heads: int, head_dim: int, dtype: torch.dtype) -> _Variant:
     """The compiled form for a window's lines and a head's width.
 
-    Timed on an H200: narrow tiles while they hold the lines; one program per SM while there is one window, else two.
+    Timed on an H200: narrow tiles while they hold the lines; one program per SM while there is one window that is not
+    `LONG`, else two.
     Warps and stages keep each form free of register spills and within 227 KB of shared memory (compiled for sm_90):
     float32 has no tensor cores to go to, so its products need more threads.
     """
@@ -214,7 +215,8 @@ def _variant(plan: Plan, slot_heads: int, head_dim: int, dtype: torch.dtype) -> 
     if lines <= 64:
         if dtype == torch.float32:
             return _Variant(64, 8 if width <= 64 else 16, 1 if wide_head else 2, 1)
-        programs_per_sm = 1 if wide_head or plan.num_rows <= plan.rows_per_window else 2
+        is_little = plan.num_rows <= plan.rows_per_window and plan.columns * plan.entry_keys <= LONG
+        programs_per_sm = 1 if wide_head or is_little else 2
         return _Variant(64, 8 if wide_head else 4, 2 if wide_head else 3, programs_per_sm)
     if lines <= 128 and dtype != torch.float32 and not wide_head:
         return _Variant(128, 8, 3, 1)

@@ -19,21 +19,24 @@ def _tanh(x):
 
 
 @triton.jit
-def _scores(q, k, scale, cap, HAS_SOFTCAP: tl.constexpr):
-    """Scores in base 2, [lines, keys]."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+def _scores(q, k, scale, HAS_SOFTCAP: tl.constexpr):
+    """[lines, keys], yet to be multiplied by the scale of `_accumulate`, which is the cap where there is one."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_SOFTCAP:
-        s = _tanh(s) * cap
+        s = _tanh(s * scale)
     return s
 
 
 @triton.jit
-def _accumulate(s, v, top, total, acc):
-    """One turn of the online softmax: top [lines] the running maximum, total [lines], acc [lines, value_dim]."""
-    new_top = tl.maximum(top, tl.max(s, 1))
+def _accumulate(s, v, top, total, acc, scale):
+    """One turn of the online softmax in base 2: top [lines] the running maximum, total [lines], acc [lines, value_dim].
+
+    The scale comes in with the difference, where it costs nothing: it is positive, so the greatest stays the greatest.
+    """
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
     # A line may have seen no key yet: its maximum is -inf, and -inf - -inf would be NaN.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.math.exp2(s - base[:, None])
+    weights = tl.math.exp2(s * scale - base[:, None])
     fade = tl.math.exp2(top - base)
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
@@ -129,6 +132,7 @@ def attention_kernel(
     dims = tl.arange(0, HEAD_PAD)
     value_dims = tl.arange(0, VALUE_PAD)
     row = line // HEADS
+    factor = cap if HAS_SOFTCAP else scale
     while unit < unit_end:
         slot = (unit - first_tile * SLOTS) // tiles
         begin = unit - first_tile * SLOTS - slot * tiles
@@ -165,8 +169,8 @@ def attention_kernel(
             v = _load_keys(values, value_offset, value_dims, key, VALUE_DIM, VALUE_PAD, False)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
-            s = _scores(q, k, scale, cap, HAS_SOFTCAP)
-            top, total, acc = _accumulate(s, v, top, total, acc)
+            s = _scores(q, k, scale, HAS_SOFTCAP)
+            top, total, acc = _accumulate(s, v, top, total, acc, factor)
         if HAS_WINDOW:
             first_visible = tl.load(FIRST_VISIBLE + window_row + row, mask=live, other=0)
         for tile in tl.range(trunk_end, end, num_stages=STAGES):  # the interval mask decides
@@ -183,14 +187,14 @@ def attention_kernel(
             v = _load_keys(values, value_offset, value_dims, seen, VALUE_DIM, VALUE_PAD, True)
             if UPCAST:
                 k, v = k.to(tl.float32), v.to(tl.float32)
-            s = _scores(q, k, scale, cap, HAS_SOFTCAP)
+            s = _scores(q, k, scale, HAS_SOFTCAP)
             position = ((interval >> 16) & 0xFFFF) * ENTRY_KEYS + key % ENTRY_KEYS
             counts = (row[:, None] >= (interval & 0xFF)[None, :]) & (row[:, None] < ((interval >> 8) & 0xFF)[None, :])
             counts &= position[None, :] < length[:, None]
             if HAS_WINDOW:
                 counts &= position[None, :] >= first_visible[:, None]
             s = tl.where(counts, s, float("-inf"))
-            top, total, acc = _accumulate(s, v, top, total, acc)
+            top, total, acc = _accumulate(s, v, top, total, acc, factor)
         total = tl.where(length > 0, total, 0.0)  # a padding row beside others has met their trunk
         stores = live[:, None] & (value_dims < VALUE_DIM)[None, :]
         if (begin == 0) & (end == tiles):
@@ -222,51 +226,48 @@ def attention_kernel(
 @triton.jit
 def merge_kernel(
     OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, SEGMENTS,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, LINES: tl.constexpr, HAS_SINKS: tl.constexpr,
     PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, head slot): join the partial results of the row's segment, where it was cut; zero padding rows."""
+    """Program (row, query head): join the partial results of its segment, where it was cut; zero padding rows."""
     row = tl.program_id(0)
-    slot = tl.program_id(1)
+    head = tl.program_id(1)
+    slot = head // GROUP * SPLITS + head % GROUP // HEADS
     segment = SEGMENTS + (row * SLOTS + slot) * 4
     first_program = tl.load(segment)
     last_program = tl.load(segment + 1)
     local_row = tl.load(segment + 2)
     is_empty = tl.load(segment + 3)
-    if (is_empty == 1) | (last_program > first_program):
-        heads = tl.arange(0, HEADS_PAD)
-        value_dims = tl.arange(0, VALUE_PAD)
-        head = slot % SPLITS * HEADS + heads
-        live = (heads < HEADS) & (head < GROUP)
-        head += slot // SPLITS * GROUP
-        stores = live[:, None] & (value_dims < VALUE_DIM)[None, :]
-        top = tl.full([HEADS_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([HEADS_PAD], tl.float32)
-        acc = tl.zeros([HEADS_PAD, VALUE_PAD], tl.float32)
-        if is_empty == 0:
-            line = local_row * HEADS + heads
-            # Many at once: one after the other, each would wait for memory on its own.
-            for begin in range(first_program, last_program + 1, PARTIALS):
-                program = begin + tl.arange(0, PARTIALS)
-                counts = (program <= last_program)[:, None] & live[None, :]
-                at = (2 * program + (program == first_program).to(tl.int32))[:, None] * LINES + line[None, :]
-                lse = tl.load(PARTIAL_LSE + at, mask=counts, other=float("-inf"))
-                out = tl.load(
-                    PARTIAL_OUT + at[:, :, None] * VALUE_PAD + value_dims[None, None, :],
-                    mask=counts[:, :, None] & (value_dims < VALUE_DIM)[None, None, :],
-                    other=0.0,
-                )
-                new_top = tl.maximum(top, tl.max(lse, 0))
-                base = tl.where(new_top == float("-inf"), 0.0, new_top)
-                fade = tl.math.exp2(top - base)
-                weight = tl.math.exp2(lse - base[None, :])
-                acc = acc * fade[:, None] + tl.sum(out * weight[:, :, None], 0)
-                total = total * fade + tl.sum(weight, 0)
-                top = new_top
-            if HAS_SINKS:
-                sink = tl.load(SINKS + head, mask=live, other=0.0).to(tl.float32)
-                total += tl.where(live, tl.math.exp2(sink * 1.4426950408889634 - top), 0.0)
-        acc *= tl.where(total > 0, 1 / total, 0.0)[:, None]
-        out_offset = (row.to(tl.int64) * (GROUP * SLOTS // SPLITS) + head) * VALUE_DIM
-        tl.store(OUT + out_offset[:, None] + value_dims[None, :], acc.to(OUT.dtype.element_ty), mask=stores)
+    value_dims = tl.arange(0, VALUE_PAD)
+    out_offset = (row.to(tl.int64) * tl.num_programs(1) + head) * VALUE_DIM
+    if is_empty == 1:
+        nothing = tl.zeros([VALUE_PAD], OUT.dtype.element_ty)
+        tl.store(OUT + out_offset + value_dims, nothing, mask=value_dims < VALUE_DIM)
+    elif last_program > first_program:
+        line = local_row * HEADS + head % GROUP % HEADS
+        top = float("-inf")
+        total = 0.0
+        acc = tl.zeros([VALUE_PAD], tl.float32)
+        # Many at once: one after the other, each would wait for memory on its own.
+        for begin in range(first_program, last_program + 1, PARTIALS):
+            program = begin + tl.arange(0, PARTIALS)
+            counts = program <= last_program
+            at = (2 * program + (program == first_program).to(tl.int32)) * LINES + line
+            lse = tl.load(PARTIAL_LSE + at, mask=counts, other=float("-inf"))
+            out = tl.load(
+                PARTIAL_OUT + at[:, None] * VALUE_PAD + value_dims[None, :],
+                mask=counts[:, None] & (value_dims < VALUE_DIM)[None, :],
+                other=0.0,
+            )
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            fade = tl.math.exp2(top - base)
+            weight = tl.math.exp2(lse - base)
+            acc = acc * fade + tl.sum(out * weight[:, None], 0)
+            total = total * fade + tl.sum(weight, 0)
+            top = new_top
+        if HAS_SINKS:
+            total += tl.math.exp2(tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634 - top)
+        acc *= tl.where(total > 0, 1 / total, 0.0)
+        tl.store(OUT + out_offset + value_dims, acc.to(OUT.dtype.element_ty), mask=value_dims < VALUE_DIM)

@@ -12,10 +12,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cowbeam.kernels import advance_triton, attention_kernel, cache_ops_triton, plan_triton, top_candidates_triton
+from cowbeam.kernels import (
+    advance_triton,
+    attention_kernel,
+    cache_ops_triton,
+    draw_tokens_triton,
+    plan_triton,
+    top_candidates_triton,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MODULES = (advance_triton, attention_kernel, cache_ops_triton, plan_triton, top_candidates_triton)
+MODULES = (
+    advance_triton,
+    attention_kernel,
+    cache_ops_triton,
+    draw_tokens_triton,
+    plan_triton,
+    top_candidates_triton,
+)
 HALF = {"QUERY", "LOGITS", "KEYS", "VALUES", "OUT", "KEY", "VALUE", "KEY_CACHE", "VALUE_CACHE", "SINKS"}
 SINGLE = {
     "PARTIAL_OUT", "PARTIAL_LSE", "MAXIMA", "SUMS", "PARTIAL_MAXIMA", "PARTIAL_SUMS", "RUNNING", "LOG_SUMS", "SCORES",
@@ -39,7 +53,7 @@ CONSTANTS: dict[str, list[dict[str, Any]]] = {
         ATTENTION | dict(LINES=16, HEAD_DIM=80),
     ],
     "merge_kernel": [
-        dict(GROUP=4, HEADS=4, HEADS_PAD=4, SPLITS=1, SLOTS=8, VALUE_DIM=128, VALUE_PAD=128, LINES=64,
+        dict(GROUP=4, HEADS=4, SPLITS=1, SLOTS=8, VALUE_DIM=128, VALUE_PAD=128, LINES=64,
              HAS_SINKS=sinks, PARTIALS=16)
         for sinks in (False, True)
     ],
@@ -51,10 +65,12 @@ CONSTANTS: dict[str, list[dict[str, Any]]] = {
     "_windows_kernel": [PLAN],
     "_tiles_kernel": [PLAN],
     "_entries_kernel": [PLAN],
-    "_partials_kernel": [dict(CHUNK=2048)],
+    "partials_kernel": [dict(CHUNK=2048)],
     "_chunks_kernel": [dict(ROWS_PAD=16, CHUNKS_PAD=64, KEEP=32)],
     "_tokens_kernel": [dict(CHUNK=2048, KEEP=32)],
-    "_merge_kernel": [dict(SIZE=4096, KEEP=32)],
+    "_merge_kernel": [dict(SIZE=1024, KEEP=32)],
+    "_masses_kernel": [dict(CHUNK=1024, CHUNKS_PAD=128)],
+    "_draw_kernel": [dict(CHUNK=1024, CHUNKS_PAD=128)],
     "_unpack_kernel": [dict(SIZE=1024, KEEP=32)],
 }  # fmt: skip
 
@@ -69,6 +85,8 @@ def kernels() -> Iterator[Any]:
 
 
 def pointer(name: str, kernel: Any) -> str:
+    if name in ("NUMBERS", "MASSES"):
+        return "*fp64"
     is_sorted = name == "KEYS" and kernel.fn.__module__ == top_candidates_triton.__name__
     if name in HALF and not is_sorted:
         return "*bf16"
