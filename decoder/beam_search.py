@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from cowbeam.decoder.branches import Token
-from cowbeam.decoder.outputs import FinishReason
+from cowbeam.decoder.endings import Ending, Endings
 from cowbeam.decoder.params import BeamSearchParams
-from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis, eos_or_length
+from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
 # Added to what must rank behind everything else. Not -inf: among the masked, order survives where float32 allows it.
 MASK = -1e9
@@ -28,11 +28,17 @@ def _is_hopeless(cumulative_logprob: float) -> bool:
 
 
 class BeamSearch:
-    """The live beams' scores and the best finished hypotheses of one request."""
+    """The live beams' scores and the best finished hypotheses of one request.
 
-    def __init__(self, params: BeamSearchParams, eos_ids: frozenset[int]) -> None:
+    A beam that completes a stop string is finished as one that ends in an EOS id is (B1, B2 of transformers #34843:
+    ``_beam_search`` asks its stopping criteria of every candidate). ``endings`` of a request without stop strings may
+    be left out.
+    """
+
+    def __init__(self, params: BeamSearchParams, eos_ids: frozenset[int], endings: Endings | None = None) -> None:
         self._params = params
         self._eos_ids = eos_ids
+        self._endings = endings or Endings(eos_ids, params.max_new_tokens)
         self._length = 0  # generated tokens of every live beam
         self._hypotheses: list[Hypothesis] = []  # best first, at most num_beams
         self.is_done = False
@@ -58,23 +64,22 @@ class BeamSearch:
         """The next live beams, best first. ``candidates`` come best first."""
         assert not self.is_done, "the search is over: what finishes now would not be kept"
         self._length += 1
-        reasons = [
-            eos_or_length(c.token_id, self._length, self._eos_ids, self._params.max_new_tokens) for c in candidates
-        ]
-        masked = [float(np.float32(c.score + MASK)) if r else c.score for c, r in zip(candidates, reasons, strict=True)]
+        endings = [self._endings.of(c.beam, c.token_id, self._length) for c in candidates]
+        masked = [float(np.float32(c.score + MASK)) if e else c.score for c, e in zip(candidates, endings, strict=True)]
         ranked = sorted(range(len(candidates)), key=lambda i: -masked[i])[: self.width]
         finished = [
-            self._hypothesis(candidate, reason, last_tokens)
-            for candidate, reason in zip(candidates[: self.width], reasons, strict=False)
-            if reason
+            self._hypothesis(candidate, ending, last_tokens)
+            for candidate, ending in zip(candidates[: self.width], endings, strict=False)
+            if ending
         ]
         continuations = [self._continuation(candidates[i]) for i in ranked]
         self.scores = [masked[i] for i in ranked]
         self._keep_best(finished)
-        self._decide_whether_to_go_on(all_hit=all(reasons))
+        self._decide_whether_to_go_on(all_hit=all(endings))
         if self.is_done:
             self.scores = []
             return []
+        self._endings.follow(continuations)
         return continuations
 
     def _continuation(self, candidate: Candidate) -> Continuation:
@@ -83,17 +88,16 @@ class BeamSearch:
         before = 0.0 if is_first or math.isinf(candidate.score) else self.scores[candidate.beam]
         return Continuation(candidate.beam, candidate.token_id, candidate.score - before)
 
-    def _hypothesis(
-        self, candidate: Candidate, reason: FinishReason, last_tokens: Sequence[Token | None]
-    ) -> Hypothesis:
+    def _hypothesis(self, candidate: Candidate, ending: Ending, last_tokens: Sequence[Token | None]) -> Hypothesis:
         return Hypothesis(
             index=0,
             prefix=last_tokens[candidate.beam],
             last=self._continuation(candidate),
             cumulative_logprob=candidate.score,
             score=penalized(candidate.score, self._length, self._params.length_penalty),
-            finish_reason=reason,
-            stop_reason=candidate.token_id if reason == "eos" else None,
+            finish_reason=ending.finish_reason,
+            stop_reason=ending.stop_reason,
+            excess=ending.excess,
         )
 
     def _keep_best(self, finished: list[Hypothesis]) -> None:

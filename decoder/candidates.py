@@ -47,6 +47,11 @@ class CandidateSource:
         return isinstance(self._group.strategy, BeamSearch)
 
     @property
+    def is_foreseeable(self) -> bool:
+        """``foresee`` tells what the host will choose. (Which beam completes a stop string, only the host sees.)"""
+        return not (self.is_beams and self._group.request.stops is not None)
+
+    @property
     def given(self) -> Tensor:
         """What the next ``propose`` needs beside the logits, on the device.
 

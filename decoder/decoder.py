@@ -22,6 +22,7 @@ from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
+from cowbeam.decoder.stop_strings import StopStrings
 from cowbeam.decoder.trial import attention_path, check_choices, try_out
 
 Prompt = str | Sequence[int]
@@ -358,7 +359,14 @@ class Decoder:
         seed = params.seed
         if draws and seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-        return Request(token_ids, params, self._eos_ids(params), seed if draws else None)
+        return Request(token_ids, params, self._eos_ids(params), seed if draws else None, self._stops(params))
+
+    def _stops(self, params: Params) -> StopStrings | None:
+        if params.stop_strings is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer: Decoder(model, tokenizer)")
+        return StopStrings(tuple(params.stop_strings), self._decode_all_text, self._decode_text)
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -391,6 +399,10 @@ class Decoder:
             return ""
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return str(text)
+
+    def _decode_all_text(self, token_ids: Sequence[int]) -> str:
+        assert self.tokenizer is not None, "only text has stop strings"
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -22,7 +22,7 @@ from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.choice_graph import Flight
 from cowbeam.decoder.counters import Counters, Tally
 from cowbeam.decoder.frames import DecodeText, Frame, make_frame
-from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_token_ids
+from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_text
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.lookahead import Landing, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
@@ -289,7 +289,7 @@ class Engine:
     def _finish(self, group: Group) -> None:
         run = self._runs[group]
         try:
-            texts = [self._decode_text(hypothesis_token_ids(h)) for h in group.strategy.hypotheses]
+            texts = [hypothesis_text(group.request, h, self._decode_text) for h in group.strategy.hypotheses]
         except Exception as error:  # the tokenizer's fault is this request's alone
             self._fail(group, error)
             return

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cowbeam.decoder.branches import Branch, Event
-from cowbeam.decoder.group import Group, hypothesis_token_ids
+from cowbeam.decoder.group import Group, hypothesis_text, hypothesis_token_ids
 from cowbeam.decoder.outputs import DecodeResult, FinishReason, MemoryUse
 from cowbeam.decoder.strategy import Hypothesis
 
@@ -78,7 +78,7 @@ def make_frame(group: Group, decode_text: DecodeText, result: DecodeResult | Non
             group.branches, tables, group.parents, group.strategy.scores, strict=True
         )
     ]
-    finished = [_finished_frame(hypothesis, decode_text) for hypothesis in group.strategy.hypotheses]
+    finished = [_finished_frame(group, hypothesis, decode_text) for hypothesis in group.strategy.hypotheses]
     return Frame(
         step=group.steps,
         branches=tuple(branches),
@@ -109,12 +109,12 @@ def _branch_frame(
     )
 
 
-def _finished_frame(hypothesis: Hypothesis, decode_text: DecodeText) -> FinishedFrame:
+def _finished_frame(group: Group, hypothesis: Hypothesis, decode_text: DecodeText) -> FinishedFrame:
     token_ids = hypothesis_token_ids(hypothesis)
     return FinishedFrame(
         index=hypothesis.index,
         rank=hypothesis.last.beam,
-        text=decode_text(token_ids),
+        text=hypothesis_text(group.request, hypothesis, decode_text),
         token_text=decode_text(token_ids[-1:]),
         logprob=hypothesis.last.logprob,
         cumulative_logprob=hypothesis.cumulative_logprob,

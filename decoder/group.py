@@ -1,27 +1,30 @@
 """A group: the branches of one request, from prompt to completions."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
+from cowbeam.decoder.endings import Endings
 from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
 from cowbeam.decoder.params import BeamSearchParams, Params
 from cowbeam.decoder.sampling import Sampling
+from cowbeam.decoder.stop_strings import StopStrings
 from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what is asked of it. ``seed`` is set where draws are made."""
+    """One prompt and what is asked of it. ``seed`` is set where draws are made, ``stops`` where texts end it."""
 
     prompt_token_ids: tuple[int, ...]
     params: Params
     eos_ids: frozenset[int]
     seed: int | None
+    stops: StopStrings | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -46,9 +49,14 @@ def make_strategy(request: Request) -> BeamSearch | Sampling:
     """The strategy that ``request`` asks for."""
     params = request.params
     if isinstance(params, BeamSearchParams) and not request.is_greedy:
-        return BeamSearch(params, request.eos_ids)
+        return BeamSearch(params, request.eos_ids, make_endings(request))
     length_penalty = params.length_penalty if isinstance(params, BeamSearchParams) else 1.0
-    return Sampling(params, request.eos_ids, length_penalty)
+    return Sampling(params, request.eos_ids, make_endings(request), length_penalty=length_penalty)
+
+
+def make_endings(request: Request) -> Endings:
+    """What ends a branch of ``request``."""
+    return Endings(request.eos_ids, request.params.max_new_tokens, request.stops, request.prompt_token_ids)
 
 
 class Group:
@@ -175,6 +183,15 @@ class Group:
 def hypothesis_token_ids(hypothesis: Hypothesis) -> tuple[int, ...]:
     """The generated ids, the last one included."""
     return (*(token.token_id for token in links(hypothesis.prefix)), hypothesis.last.token_id)
+
+
+def hypothesis_text(request: Request, hypothesis: Hypothesis, decode_text: Callable[[Sequence[int]], str]) -> str:
+    """Its text; less the stop string that ended it, and what came behind."""
+    token_ids = hypothesis_token_ids(hypothesis)
+    if hypothesis.finish_reason != "stop":
+        return decode_text(token_ids)
+    assert request.stops is not None, "only a request with stop strings ends by one"
+    return request.stops.text_before(token_ids, hypothesis.excess)
 
 
 def completion(index: int, hypothesis: Hypothesis, text: str) -> Completion:

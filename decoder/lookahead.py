@@ -63,6 +63,7 @@ class Lookahead:
         """A next step is sure to be needed unless a branch ends early, and there is room for it."""
         return (
             flight.num_rows <= pool.num_free
+            and all(source.is_foreseeable for source in flight.sources)
             and all(group.num_generated + 1 < group.request.params.max_new_tokens for group in flight.groups)
             and max(branch.num_slots for g in flight.groups for branch in g.branches) < self._graphs.max_length
         )

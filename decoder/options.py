@@ -65,6 +65,9 @@ def add_search_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--eos-token-id", type=int, action="append", metavar="ID", help="may be given several times (the model's)"
     )
+    group.add_argument(
+        "--stop-strings", action="append", metavar="TEXT", help="end in front of this text; may be given several times"
+    )
 
 
 def add_model_options(group: argparse._ArgumentGroup) -> None:

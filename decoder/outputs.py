@@ -13,7 +13,8 @@ class Completion:
     ``token_ids`` are the generated ones, the EOS included; ``logprobs`` has one number a token, of the processed
     distribution it was chosen from. ``sum(logprobs) == cumulative_logprob`` and
     ``score == cumulative_logprob / len(token_ids) ** length_penalty`` (samples count length_penalty as 1).
-    ``stop_reason`` is the EOS id that ended it. ``beams[t]`` is the rank of the branch that token t continued
+    ``stop_reason`` is the EOS id or the stop string that ended it. A stop string, and what its last token brings behind
+    it, are missing from ``text`` alone. ``beams[t]`` is the rank of the branch that token t continued
     (transformers' ``beam_indices``, less its offset of the prompt).
     """
 

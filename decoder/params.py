@@ -10,6 +10,8 @@ from typing import Any, Literal, Self
 
 EarlyStopping = bool | Literal["never"]
 
+MAX_STOP_STRING = 1000  # characters: as many of a branch's text are looked at for every candidate
+
 # Fields of a GenerationConfig that change which tokens come out and that cowbeam does not have. Set to anything but
 # their neutral value they must not be dropped silently.
 _UNSUPPORTED = {
@@ -32,7 +34,6 @@ _UNSUPPORTED = {
     "prompt_lookup_num_tokens": None,
     "remove_invalid_values": False,
     "sequence_bias": None,
-    "stop_strings": None,
     "suppress_tokens": None,
     "token_healing": False,
     "top_h": None,
@@ -69,6 +70,7 @@ class _Params:
     no_repeat_ngram_size: int = 0
     renormalize_logits: bool = False
     eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,18 @@ class _Params:
         ):
             raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, got {shown(self.seed)}")
         self._freeze_eos()
+        self._freeze_stop_strings()
+
+    def _freeze_stop_strings(self) -> None:
+        given = [self.stop_strings] if isinstance(self.stop_strings, str) else self.stop_strings or ()
+        if isinstance(given, bytes) or not isinstance(given, Sequence):
+            raise ValueError(f"stop_strings must be text or a list of texts, got {shown(given)}")
+        for stop in given:
+            if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_STRING:
+                raise ValueError(f"stop_strings must be texts of 1 to {MAX_STOP_STRING} characters, got {shown(stop)}")
+            if "\N{REPLACEMENT CHARACTER}" in stop:
+                raise ValueError(f"stop_strings: {shown(stop)} holds what stands for a part of a character")
+        object.__setattr__(self, "stop_strings", tuple(dict.fromkeys(given)) or None)
 
     def _freeze_eos(self) -> None:
         if self.eos_token_id is None:
@@ -148,6 +162,9 @@ class BeamSearchParams(_Params):
         do_sample: draw the candidates instead of taking the best; only then temperature, top_k, top_p, min_p apply.
         repetition_penalty, no_repeat_ngram_size, renormalize_logits: as in transformers.
         eos_token_id: one id or several; None means the model's own, an empty list none.
+        stop_strings: a beam whose text completes one of them is finished, as by an EOS id. The match may begin in the
+            prompt and in the middle of a token, and must end in a generated one; special tokens count as written. The
+            completion's text ends in front of it, its tokens and log-probs are whole; ``finish_reason`` is "stop".
         seed: of the draws; None draws a fresh one, which the result names.
 
     Raises:
@@ -194,7 +211,7 @@ class SamplingParams(_Params):
 
     Args:
         num_return_sequences: samples, returned by index.
-        max_new_tokens, min_new_tokens, eos_token_id: as in BeamSearchParams.
+        max_new_tokens, min_new_tokens, eos_token_id, stop_strings: as in BeamSearchParams.
         temperature, top_k (0: all), top_p, min_p, repetition_penalty, no_repeat_ngram_size: as in transformers.
         seed: sample i's stream depends on (seed, i) alone; None draws a fresh seed, which the result names.
 

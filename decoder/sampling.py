@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from cowbeam.decoder.branches import Token
-from cowbeam.decoder.outputs import FinishReason
+from cowbeam.decoder.endings import Ending, Endings
 from cowbeam.decoder.params import Params
-from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis, eos_or_length
+from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -27,9 +27,16 @@ def uniform(seed: int, index: int, position: int) -> float:
 class Sampling:
     """The live samples of one request; with one sample and the likeliest token as its candidate, greedy search."""
 
-    def __init__(self, params: Params, eos_ids: frozenset[int], length_penalty: float = 1.0) -> None:
+    def __init__(
+        self,
+        params: Params,
+        eos_ids: frozenset[int],
+        endings: Endings | None = None,
+        *,
+        length_penalty: float = 1.0,
+    ) -> None:
         self._params = params
-        self._eos_ids = eos_ids
+        self._endings = endings or Endings(eos_ids, params.max_new_tokens)
         self._length_penalty = length_penalty
         self._length = 0
         self._finished: list[Hypothesis] = []
@@ -63,20 +70,18 @@ class Sampling:
         continuations, indices, scores = [], [], []
         for rank, candidate in enumerate(candidates):
             cumulative = self.scores[rank] + candidate.score
-            reason = eos_or_length(candidate.token_id, self._length, self._eos_ids, self._params.max_new_tokens)
-            if reason:
-                last = Continuation(candidate.beam, candidate.token_id, candidate.score)
-                self._finish(self.indices[rank], last_tokens[candidate.beam], last, cumulative, reason)
+            continuation = Continuation(candidate.beam, candidate.token_id, candidate.score)
+            ending = self._endings.of(candidate.beam, candidate.token_id, self._length)
+            if ending:
+                self._finish(self.indices[rank], last_tokens[candidate.beam], continuation, cumulative, ending)
             else:
-                continuations.append(Continuation(candidate.beam, candidate.token_id, candidate.score))
+                continuations.append(continuation)
                 indices.append(self.indices[rank])
                 scores.append(cumulative)
         self.indices, self.scores = indices, scores
+        self._endings.follow(continuations)
         return continuations
 
-    def _finish(
-        self, index: int, prefix: Token | None, last: Continuation, cumulative: float, reason: FinishReason
-    ) -> None:
+    def _finish(self, index: int, prefix: Token | None, last: Continuation, cumulative: float, ending: Ending) -> None:
         score = cumulative / self._length**self._length_penalty
-        stop_reason = last.token_id if reason == "eos" else None
-        self._finished.append(Hypothesis(index, prefix, last, cumulative, score, reason, stop_reason))
+        self._finished.append(Hypothesis(index, prefix, last, cumulative, score, *ending))

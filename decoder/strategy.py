@@ -38,7 +38,8 @@ class Hypothesis:
     cumulative_logprob: float
     score: float
     finish_reason: FinishReason
-    stop_reason: int | None
+    stop_reason: int | str | None
+    excess: int = 0  # characters of its text, specials written out, from the stop string's first one on
 
 
 class Strategy(Protocol):
@@ -62,10 +63,3 @@ class Strategy(Protocol):
 
     def select(self, candidates: Sequence[Candidate], last_tokens: Sequence[Token | None]) -> list[Continuation]:
         """The branches of the next step in rank order; empty when done. ``last_tokens`` are by rank."""
-
-
-def eos_or_length(token_id: int, length: int, eos_ids: frozenset[int], max_new_tokens: int) -> FinishReason | None:
-    """Why a sequence of ``length`` generated tokens that ends in ``token_id`` is finished, or None."""
-    if token_id in eos_ids:
-        return "eos"
-    return "length" if length >= max_new_tokens else None

@@ -63,9 +63,11 @@ def test_values_that_cannot_be_used(fields: dict[str, Any], message: str) -> Non
         BeamSearchParams(**fields)
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(BeamSearchParams)])
+@pytest.mark.parametrize(
+    "field", [field.name for field in dataclasses.fields(BeamSearchParams) if field.name != "stop_strings"]
+)
 def test_hostile_text_is_quoted_in_short(field: str) -> None:
-    """No field takes text of any kind, and none echoes control characters or all of a huge value."""
+    """No field but stop_strings takes text of any kind, and none echoes control characters or all of a huge value."""
     for text in ("\x00\x1b[2J", "<script>alert(1)</script>", "9" * 1_000_000, "\u202e\ud800"):
         with pytest.raises(ValueError, match=field) as refusal:
             BeamSearchParams(**{field: text})
