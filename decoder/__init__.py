@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from cowbeam.decoder.drop_in import attach, custom_generate, detach
     from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
-    from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome, StreamedToken
+    from cowbeam.decoder.outputs import (
+        Completion,
+        DecodeResult,
+        DecodeStats,
+        MemoryUse,
+        Outcome,
+        StreamedToken,
+        TokenLogprob,
+    )
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 _HOME = {
@@ -30,6 +38,7 @@ _HOME = {
     "Run": "engine",
     "SamplingParams": "params",
     "StreamedToken": "outputs",
+    "TokenLogprob": "outputs",
     "attach": "drop_in",
     "custom_generate": "drop_in",
     "detach": "drop_in",
@@ -49,6 +58,7 @@ __all__ = [
     "Run",
     "SamplingParams",
     "StreamedToken",
+    "TokenLogprob",
     "attach",
     "custom_generate",
     "detach",

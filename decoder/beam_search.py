@@ -86,7 +86,7 @@ class BeamSearch:
         # The log-prob is the difference of float32 sums, so that a branch's log-probs add up to its score exactly.
         is_first = self._length == 1
         before = 0.0 if is_first or math.isinf(candidate.score) else self.scores[candidate.beam]
-        return Continuation(candidate.beam, candidate.token_id, candidate.score - before)
+        return Continuation(candidate.beam, candidate.token_id, candidate.score - before, candidate.plain)
 
     def _hypothesis(self, candidate: Candidate, ending: Ending, last_tokens: Sequence[Token | None]) -> Hypothesis:
         return Hypothesis(

@@ -11,22 +11,27 @@ from typing import Literal, NamedTuple
 
 from cowbeam.decoder.blocks import Block, BlockCopy, BlockId, BlockPool, OutOfBlocksError, block_table
 from cowbeam.decoder.chain import Link, links, release
+from cowbeam.decoder.outputs import TokenLogprob
 
 
 class Token(Link):
     """One generated token of a branch.
 
     ``logprob`` is of the processed distribution it was chosen from; ``beam`` is the rank of the branch it continued
-    (transformers' ``beam_indices``); ``length`` counts generated tokens up to and including this one.
+    (transformers' ``beam_indices``); ``length`` counts generated tokens up to and including this one; ``plain`` is what
+    the model alone says of it, where that is asked for.
     """
 
-    __slots__ = ("beam", "length", "logprob", "token_id")
+    __slots__ = ("beam", "length", "logprob", "plain", "token_id")
 
-    def __init__(self, parent: "Token | None", token_id: int, logprob: float, beam: int) -> None:
+    def __init__(
+        self, parent: "Token | None", token_id: int, logprob: float, beam: int, plain: TokenLogprob | None = None
+    ) -> None:
         super().__init__(parent)
         self.token_id = token_id
         self.logprob = logprob
         self.beam = beam
+        self.plain = plain
         self.length: int = 1 if parent is None else parent.length + 1
 
 
@@ -118,9 +123,11 @@ class BranchTree:
         if not self.branches:
             self.num_tokens -= self._prompt_tokens
 
-    def append_token(self, branch: Branch, token_id: int, logprob: float, beam: int) -> None:
+    def append_token(
+        self, branch: Branch, token_id: int, logprob: float, beam: int, plain: TokenLogprob | None = None
+    ) -> None:
         """Record the token chosen for ``branch``; its slot is reserved by ``append_slot`` when it is computed."""
-        token = Token(branch.last_token, token_id, logprob, beam)
+        token = Token(branch.last_token, token_id, logprob, beam, plain)
         release(branch.last_token)  # the new token holds it now
         branch.last_token = token
         self.num_tokens += 1

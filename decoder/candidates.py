@@ -17,6 +17,7 @@ from torch import Tensor
 from cowbeam.decoder.batch import to_device
 from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.group import Group
+from cowbeam.decoder.outputs import TokenLogprob
 from cowbeam.decoder.processors import is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.strategy import Candidate
@@ -34,6 +35,7 @@ class CandidateSource:
         self._history: Tensor | None = None  # [ranks, prompt + max_new_tokens], filled up to _length
         self._history_before: Tensor | None = None  # as it was at the last choice but one
         self._log_probs: Tensor | None = None
+        self._plain: Tensor | None = None  # [ranks, vocabulary] the plain model's, of the last `propose`, where asked
         self._eos_ids = torch.tensor(sorted(group.request.eos_ids), dtype=torch.long, device=device)
         self._length = group.num_prompt_tokens
         if len(self._processors):
@@ -48,8 +50,12 @@ class CandidateSource:
 
     @property
     def is_foreseeable(self) -> bool:
-        """``foresee`` tells what the host will choose. (Which beam completes a stop string, only the host sees.)"""
-        return not (self.is_beams and self._group.request.stops is not None)
+        """``foresee`` tells what the host will choose, and nothing is asked of this step once the next one runs.
+
+        Which beam completes a stop string, only the host sees; the plain model's log-probs are asked for afterwards.
+        """
+        request = self._group.request
+        return request.params.logprobs is None and not (self.is_beams and request.stops is not None)
 
     @property
     def given(self) -> Tensor:
@@ -80,6 +86,8 @@ class CandidateSource:
             The candidates; and the ranks' greatest logits, which tell what is wrong, if a score is NaN (else anything).
         """
         strategy = self._group.strategy
+        if self._group.request.params.logprobs is not None:
+            self._plain = torch.log_softmax(logits[rows].float(), -1)
         if self._is_plain and logits.is_cuda:  # by kernels that read the logits where they lie
             if isinstance(strategy, BeamSearch) and len(rows) == strategy.width:
                 count = min(strategy.num_candidates, len(rows) * logits.shape[1])
@@ -96,6 +104,24 @@ class CandidateSource:
         # Where the scores are at hand they tell whether anybody will ask, which saves a pass over the logits.
         is_asked = logits.is_cuda or bool(candidates[0].isnan().any())
         return candidates, logits.amax(-1) if is_asked else logits[:, 0]
+
+    def with_plain(self, candidates: list[Candidate]) -> list[Candidate]:
+        """These candidates of the last ``propose`` with what the plain model says of them, if that is asked for."""
+        if self._plain is None:
+            return candidates
+        number = min(self._group.request.params.logprobs or 0, self._plain.shape[1])
+        # At the first choice one row stands for all ranks.
+        ranks = [min(candidate.beam, len(self._plain) - 1) for candidate in candidates]
+        at = to_device([ranks, [candidate.token_id for candidate in candidates]], torch.long, self._device)
+        best = self._plain.topk(number)
+        tops = [
+            tuple(zip(token_ids, logprobs, strict=True))
+            for token_ids, logprobs in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        return [
+            candidate._replace(plain=TokenLogprob(candidate.token_id, logprob, tops[rank]))
+            for candidate, rank, logprob in zip(candidates, ranks, self._plain[at[0], at[1]].tolist(), strict=True)
+        ]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         """Into a buffer of this request: megabytes allocated anew each step would be faulted in anew."""

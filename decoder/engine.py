@@ -272,7 +272,7 @@ class Engine:
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
                 chosen.append([])
             else:
-                candidates = unpack(columns.tolist())
+                candidates = self._runs[group].source.with_plain(unpack(columns.tolist()))
                 self._tell(self._runs[group], candidates)
                 chosen.append(group.choose(candidates))
                 if group.strategy.is_done:

@@ -9,7 +9,7 @@ from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.endings import Endings
-from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse
+from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, TokenLogprob
 from cowbeam.decoder.params import BeamSearchParams, Params
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.stop_strings import StopStrings
@@ -119,7 +119,8 @@ class Group:
             if branch.branch_id not in taken:
                 self.tree.free(branch)
         for branch, continuation in zip(successors, continuations, strict=True):
-            self.tree.append_token(branch, continuation.token_id, continuation.logprob, continuation.beam)
+            c = continuation
+            self.tree.append_token(branch, c.token_id, c.logprob, c.beam, c.plain)
         self.branches = successors
 
     def measure(self) -> None:
@@ -207,4 +208,12 @@ def completion(index: int, hypothesis: Hypothesis, text: str) -> Completion:
         finish_reason=hypothesis.finish_reason,
         stop_reason=hypothesis.stop_reason,
         beams=(*(token.beam for token in prefix), hypothesis.last.beam),
+        token_logprobs=_plain_logprobs(hypothesis),
     )
+
+
+def _plain_logprobs(hypothesis: Hypothesis) -> tuple[TokenLogprob, ...] | None:
+    plain = [*(token.plain for token in links(hypothesis.prefix)), hypothesis.last.plain]
+    asked = tuple(logprob for logprob in plain if logprob is not None)
+    assert len(asked) in (0, len(plain)), "all tokens have them or none"
+    return asked or None

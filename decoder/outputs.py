@@ -7,6 +7,19 @@ FinishReason = Literal["eos", "stop", "length", "aborted"]
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """What the model alone says of one generated token: before processors, temperature, top-k and the like.
+
+    ``logprob`` is the log-softmax of the model's logits at ``token_id``; ``top`` are the likeliest tokens there with
+    theirs, likeliest first, as many as ``logprobs`` asks for (``token_id`` is among them only if it is that likely).
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class Completion:
     """One returned sequence.
 
@@ -15,7 +28,8 @@ class Completion:
     ``score == cumulative_logprob / len(token_ids) ** length_penalty`` (samples count length_penalty as 1).
     ``stop_reason`` is the EOS id or the stop string that ended it. A stop string, and what its last token brings behind
     it, are missing from ``text`` alone. ``beams[t]`` is the rank of the branch that token t continued
-    (transformers' ``beam_indices``, less its offset of the prompt).
+    (transformers' ``beam_indices``, less its offset of the prompt). ``token_logprobs``: one a token, the plain model's,
+    where ``logprobs`` asks for them.
     """
 
     index: int
@@ -27,6 +41,7 @@ class Completion:
     finish_reason: FinishReason
     stop_reason: int | str | None
     beams: tuple[int, ...]
+    token_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class _Params:
     renormalize_logits: bool = False
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
+    logprobs: int | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +86,8 @@ class _Params:
         _check_number("min_p", self.min_p, 0, 1)
         _check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
         _check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0)
         if not isinstance(self.renormalize_logits, bool):
             raise ValueError(f"renormalize_logits must be True or False, got {shown(self.renormalize_logits)}")
         if self.seed is not None and (
@@ -165,6 +168,9 @@ class BeamSearchParams(_Params):
         stop_strings: a beam whose text completes one of them is finished, as by an EOS id. The match may begin in the
             prompt and in the middle of a token, and must end in a generated one; special tokens count as written. The
             completion's text ends in front of it, its tokens and log-probs are whole; ``finish_reason`` is "stop".
+        logprobs: give each completion ``token_logprobs``: the plain model's log-prob of each token, before penalties,
+            temperature and the like, and so many of the likeliest tokens beside it; 0: none beside it. (``logprobs`` of
+            a completion are of the processed distribution, those that make its score, and always there.)
         seed: of the draws; None draws a fresh one, which the result names.
 
     Raises:
@@ -211,7 +217,7 @@ class SamplingParams(_Params):
 
     Args:
         num_return_sequences: samples, returned by index.
-        max_new_tokens, min_new_tokens, eos_token_id, stop_strings: as in BeamSearchParams.
+        max_new_tokens, min_new_tokens, eos_token_id, stop_strings, logprobs: as in BeamSearchParams.
         temperature, top_k (0: all), top_p, min_p, repetition_penalty, no_repeat_ngram_size: as in transformers.
         seed: sample i's stream depends on (seed, i) alone; None draws a fresh seed, which the result names.
 

@@ -70,7 +70,7 @@ class Sampling:
         continuations, indices, scores = [], [], []
         for rank, candidate in enumerate(candidates):
             cumulative = self.scores[rank] + candidate.score
-            continuation = Continuation(candidate.beam, candidate.token_id, candidate.score)
+            continuation = Continuation(candidate.beam, candidate.token_id, candidate.score, candidate.plain)
             ending = self._endings.of(candidate.beam, candidate.token_id, self._length)
             if ending:
                 self._finish(self.indices[rank], last_tokens[candidate.beam], continuation, cumulative, ending)

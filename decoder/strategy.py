@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cowbeam.decoder.branches import Token
-from cowbeam.decoder.outputs import FinishReason
+from cowbeam.decoder.outputs import FinishReason, TokenLogprob
 
 
 class Candidate(NamedTuple):
-    """A token that may continue branch ``beam`` (its rank). ``score`` is what candidates are compared by."""
+    """A token that may continue branch ``beam`` (its rank). ``score`` is what candidates are compared by.
+
+    ``plain``: what the model alone says of the token, where the request asks for it.
+    """
 
     score: float
     beam: int
     token_id: int
+    plain: TokenLogprob | None = None
 
 
 class Continuation(NamedTuple):
@@ -26,6 +30,7 @@ class Continuation(NamedTuple):
     beam: int
     token_id: int
     logprob: float
+    plain: TokenLogprob | None = None
 
 
 @dataclass(frozen=True)
