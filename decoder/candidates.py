@@ -8,7 +8,7 @@ token``. Results stay on the device; the engine downloads those of all groups at
 """
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from cowbeam.decoder.batch import to_device
 from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import TokenLogprob
-from cowbeam.decoder.processors import is_beam_sampling, make_processors
+from cowbeam.decoder.processors import check_scores, is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.strategy import Candidate
 from cowbeam.kernels.draw_tokens import draw_tokens
@@ -35,6 +35,8 @@ class CandidateSource:
         self._history: Tensor | None = None  # [ranks, prompt + max_new_tokens], filled up to _length
         self._history_before: Tensor | None = None  # as it was at the last choice but one
         self._log_probs: Tensor | None = None
+        self.fault: Exception | None = None  # what a processor of the user's raised
+        self._has_users_processors = group.request.params.logits_processors is not None
         self._plain: Tensor | None = None  # [ranks, vocabulary] the plain model's, of the last `propose`, where asked
         self._eos_ids = torch.tensor(sorted(group.request.eos_ids), dtype=torch.long, device=device)
         self._length = group.num_prompt_tokens
@@ -52,10 +54,12 @@ class CandidateSource:
     def is_foreseeable(self) -> bool:
         """``foresee`` tells what the host will choose, and nothing is asked of this step once the next one runs.
 
-        Which beam completes a stop string, only the host sees; the plain model's log-probs are asked for afterwards.
+        Which beam completes a stop string, only the host sees; the plain model's log-probs are asked for afterwards. A
+        user's processor is not called for steps that may be dropped.
         """
         request = self._group.request
-        return request.params.logprobs is None and not (self.is_beams and request.stops is not None)
+        sees_all = not self._has_users_processors and not (self.is_beams and request.stops is not None)
+        return sees_all and request.params.logprobs is None
 
     @property
     def given(self) -> Tensor:
@@ -133,11 +137,23 @@ class CandidateSource:
         if self._history is None:
             return scores
         seen = cast(torch.LongTensor, self._history[:, : self._length])
-        processed = self._processors(seen, cast(torch.FloatTensor, scores))
+        if self._has_users_processors:
+            processed = self._process_by_users(seen, scores)
+        else:
+            processed = self._processors(seen, cast(torch.FloatTensor, scores))
         if not self._group.request.params.renormalize_logits:
             return processed
         # A row in which nothing is allowed has no distribution: normalizing gives NaN, which would rank first.
         return processed.masked_fill(processed.isnan() & ~scores.isnan(), -torch.inf)
+
+    def _process_by_users(self, seen: Tensor, scores: Tensor) -> Tensor:
+        """Users may keep and change what they are given, so it is theirs. Their error is this request's alone."""
+        try:
+            given: Any = (seen.clone(), scores.clone())
+            return check_scores(self._processors(*given), scores).clone()
+        except Exception as error:
+            self.fault = error
+            return torch.full_like(scores, torch.nan)
 
     def _beam_candidates(self, strategy: BeamSearch, log_probs: Tensor, running: Tensor) -> Tensor:
         # At the first choice all ranks stand on the prompt: one row processed, then seen by each of them.

@@ -344,6 +344,7 @@ class Decoder:
         if not isinstance(params, BeamSearchParams | SamplingParams):
             raise ValueError(f"params must be BeamSearchParams or SamplingParams, got {type(params).__name__}")
         token_ids = self._token_ids(prompt)
+        _check_known(params, self._adapter.vocabulary_size)
         limit = self._adapter.max_length
         if limit is not None and len(token_ids) + params.max_new_tokens > limit:
             raise ValueError(
@@ -444,3 +445,17 @@ def _left_after_trial_step(adapter: ModelAdapter) -> int:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(adapter.device)
     return int(free) - activations
+
+
+def _check_known(params: Params, vocabulary_size: int) -> None:
+    """Raises ValueError for token ids in ``params`` that the model does not have."""
+    sequences: dict[str, Iterable[Any]] = {
+        "sequence_bias": (token_ids for token_ids, _ in params.sequence_bias or ()),
+        "bad_words_ids": params.bad_words_ids or (),
+        "suppress_tokens": [params.suppress_tokens or ()],
+        "begin_suppress_tokens": [params.begin_suppress_tokens or ()],
+    }
+    for name, each in sequences.items():
+        largest = max((token_id for token_ids in each for token_id in token_ids), default=0)
+        if largest >= vocabulary_size:
+            raise ValueError(f"{name} holds {shown(largest)}; the model knows ids 0 to {vocabulary_size - 1}")

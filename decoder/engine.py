@@ -268,6 +268,9 @@ class Engine:
         for group, (columns, maxima) in zip(flight.groups, landing.candidates(), strict=True):
             if group not in self._runs:  # aborted while the step was in flight
                 chosen.append([])
+            elif error := self._runs[group].source.fault:
+                self._fail(group, error)
+                chosen.append([])
             elif fault := _fault(group.strategy, columns[0], maxima):
                 self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
                 chosen.append([])

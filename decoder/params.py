@@ -2,21 +2,22 @@
 
 import dataclasses
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self
 
-EarlyStopping = bool | Literal["never"]
+from cowbeam.decoder import field_checks
+from cowbeam.decoder.field_checks import check_flag, check_integer, check_number, check_seed
 
-MAX_STOP_STRING = 1000  # characters: as many of a branch's text are looked at for every candidate
+EarlyStopping = bool | Literal["never"]
+# (input_ids [branches, tokens], scores [branches, vocabulary]) -> scores: transformers' ``LogitsProcessor``, or a
+# function like it.
+LogitsProcessor = Callable[[Any, Any], Any]
 
 # Fields of a GenerationConfig that change which tokens come out and that cowbeam does not have. Set to anything but
 # their neutral value they must not be dropped silently.
 _UNSUPPORTED = {
-    "bad_words_ids": None,
-    "begin_suppress_tokens": None,
     "diversity_penalty": 0.0,
     "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
@@ -33,28 +34,11 @@ _UNSUPPORTED = {
     "penalty_alpha": None,
     "prompt_lookup_num_tokens": None,
     "remove_invalid_values": False,
-    "sequence_bias": None,
-    "suppress_tokens": None,
     "token_healing": False,
     "top_h": None,
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-
-
-def _check_integer(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {shown(value)}")
-
-
-def _check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """``low <= value <= high`` (``low < value`` with ``above``) and finite."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    if not number or not low <= value <= high or (above and value == low):  # type: ignore[operator]
-        bounds = [f"{'above' if above else 'at least'} {low:g}"] if low > -math.inf else []
-        bounds += [f"at most {high:g}"] if high < math.inf else []
-        bound = f" {' and '.join(bounds)}" if bounds else ""
-        raise ValueError(f"{name} must be a finite number{bound}, got {shown(value)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +52,11 @@ class _Params:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
+    sequence_bias: Mapping[Sequence[int], float] | Sequence[Any] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
     renormalize_logits: bool = False
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
@@ -75,52 +64,35 @@ class _Params:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_integer("max_new_tokens", self.max_new_tokens, 1)
-        _check_integer("min_new_tokens", self.min_new_tokens, 0)
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens={self.min_new_tokens} exceeds max_new_tokens={self.max_new_tokens}")
-        _check_integer("num_return_sequences", self.num_return_sequences, 1)
-        _check_number("temperature", self.temperature, 0, above=True)
-        _check_integer("top_k", self.top_k, 0)
-        _check_number("top_p", self.top_p, 0, 1, above=True)
-        _check_number("min_p", self.min_p, 0, 1)
-        _check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
-        _check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
+        check_integer("num_return_sequences", self.num_return_sequences, 1)
+        check_number("temperature", self.temperature, 0, above=True)
+        check_integer("top_k", self.top_k, 0)
+        check_number("top_p", self.top_p, 0, 1, above=True)
+        check_number("min_p", self.min_p, 0, 1)
+        check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        check_integer("no_repeat_ngram_size", self.no_repeat_ngram_size, 0)
         if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0)
-        if not isinstance(self.renormalize_logits, bool):
-            raise ValueError(f"renormalize_logits must be True or False, got {shown(self.renormalize_logits)}")
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64
-        ):
-            raise ValueError(f"seed must be an integer from 0 to 2**64 - 1, got {shown(self.seed)}")
-        self._freeze_eos()
-        self._freeze_stop_strings()
+            check_integer("logprobs", self.logprobs, 0)
+        check_flag("renormalize_logits", self.renormalize_logits)
+        check_seed(self.seed)
+        self._keep(
+            sequence_bias=field_checks.sequence_bias(self.sequence_bias),
+            bad_words_ids=field_checks.token_sequences("bad_words_ids", self.bad_words_ids),
+            suppress_tokens=field_checks.token_ids("suppress_tokens", self.suppress_tokens),
+            begin_suppress_tokens=field_checks.token_ids("begin_suppress_tokens", self.begin_suppress_tokens),
+            logits_processors=field_checks.functions("logits_processors", self.logits_processors),
+            eos_token_id=field_checks.eos_ids(self.eos_token_id),
+            stop_strings=field_checks.stop_strings(self.stop_strings),
+        )
 
-    def _freeze_stop_strings(self) -> None:
-        given = [self.stop_strings] if isinstance(self.stop_strings, str) else self.stop_strings or ()
-        if isinstance(given, bytes) or not isinstance(given, Sequence):
-            raise ValueError(f"stop_strings must be text or a list of texts, got {shown(given)}")
-        for stop in given:
-            if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_STRING:
-                raise ValueError(f"stop_strings must be texts of 1 to {MAX_STOP_STRING} characters, got {shown(stop)}")
-            if "\N{REPLACEMENT CHARACTER}" in stop:
-                raise ValueError(f"stop_strings: {shown(stop)} holds what stands for a part of a character")
-        object.__setattr__(self, "stop_strings", tuple(dict.fromkeys(given)) or None)
-
-    def _freeze_eos(self) -> None:
-        if self.eos_token_id is None:
-            return
-        given = [self.eos_token_id] if isinstance(self.eos_token_id, int) else self.eos_token_id
-        try:
-            ids = tuple(int(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in given)
-        except TypeError:
-            raise ValueError(f"eos_token_id must be token ids, got {shown(self.eos_token_id)}") from None
-        for token_id in ids:
-            _check_integer("eos_token_id", token_id, 0)
-            if token_id >= 2**63:
-                raise ValueError(f"eos_token_id must be token ids, got {shown(token_id)}")
-        object.__setattr__(self, "eos_token_id", tuple(dict.fromkeys(ids)))
+    def _keep(self, **fields: Any) -> None:
+        """As they were checked: lists as tuples."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def from_generation_config(cls, generation_config: Any, **changes: Any) -> Self:
@@ -164,6 +136,16 @@ class BeamSearchParams(_Params):
             its present length; "never" only when it cannot at any length.
         do_sample: draw the candidates instead of taking the best; only then temperature, top_k, top_p, min_p apply.
         repetition_penalty, no_repeat_ngram_size, renormalize_logits: as in transformers.
+        sequence_bias: added to the scores of the last token of each of these sequences, where the rest of it stands
+            before; ``{(token,): bias}`` is a bias of one token, wherever it is.
+        bad_words_ids: sequences that are not generated. (One that is an EOS id alone is passed over.)
+        suppress_tokens, begin_suppress_tokens: token ids that are not generated; not as the first.
+        logits_processors: transformers' or functions of your own, ``(input_ids, scores) -> scores``, called once a step
+            behind all penalties and before temperature and the like, as in transformers. ``input_ids`` has a row a
+            live branch, in the order of the beams (at the first step one row, since all branches are one), with the
+            prompt; ``scores`` of beams are log-probs, of samples logits. One of the same class as a penalty takes its
+            place. They must not remember anything from call to call: branches fork, end and change places. An error
+            that one raises is the request's; others go on.
         eos_token_id: one id or several; None means the model's own, an empty list none.
         stop_strings: a beam whose text completes one of them is finished, as by an EOS id. The match may begin in the
             prompt and in the middle of a token, and must end in a generated one; special tokens count as written. The
@@ -184,10 +166,10 @@ class BeamSearchParams(_Params):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_integer("num_beams", self.num_beams, 1)
+        check_integer("num_beams", self.num_beams, 1)
         if self.num_return_sequences > self.num_beams:
             raise ValueError(f"num_return_sequences={self.num_return_sequences} exceeds num_beams={self.num_beams}")
-        _check_number("length_penalty", self.length_penalty, -math.inf)
+        check_number("length_penalty", self.length_penalty, -math.inf)
         # Scores are float32: the divisor must be one of its positive numbers.
         if abs(self.length_penalty) * math.log2(self.max_new_tokens) > 126:
             raise ValueError(
@@ -196,8 +178,7 @@ class BeamSearchParams(_Params):
             )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping must be True, False or "never", got {shown(self.early_stopping)}')
-        if not isinstance(self.do_sample, bool):
-            raise ValueError(f"do_sample must be True or False, got {shown(self.do_sample)}")
+        check_flag("do_sample", self.do_sample)
         if self.do_sample and self.num_beams == 1:
             raise ValueError("do_sample=True with num_beams=1 is plain sampling: use SamplingParams")
         if not self.do_sample:
@@ -219,6 +200,7 @@ class SamplingParams(_Params):
         num_return_sequences: samples, returned by index.
         max_new_tokens, min_new_tokens, eos_token_id, stop_strings, logprobs: as in BeamSearchParams.
         temperature, top_k (0: all), top_p, min_p, repetition_penalty, no_repeat_ngram_size: as in transformers.
+        sequence_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens, logits_processors: as in BeamSearchParams.
         seed: sample i's stream depends on (seed, i) alone; None draws a fresh seed, which the result names.
 
     Raises:

@@ -1,16 +1,22 @@
 """The logits processors a request asks for: transformers' own classes, in transformers' order."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -22,19 +28,38 @@ from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 def make_processors(request: Request, device: torch.device) -> LogitsProcessorList:
     """All of them, in the order of ``GenerationMixin._get_logits_processor``."""
-    return LogitsProcessorList([*_penalties(request, device), *_warpers(request), *_normalization(request)])
+    penalties = _with_the_users(list(_penalties(request, device)), request.params.logits_processors or ())
+    return LogitsProcessorList([*penalties, *_warpers(request), *_normalization(request)])
+
+
+def _with_the_users(penalties: Sequence[LogitsProcessor], users: Sequence[Any]) -> list[Any]:
+    """The user's go last; one of the same class as a penalty takes its place (``_merge_criteria_processor_list``)."""
+    merged = [next((user for user in users if type(user) is type(penalty)), penalty) for penalty in penalties]
+    taken = {id(processor) for processor in merged}
+    return [*merged, *(user for user in users if id(user) not in taken)]
 
 
 def _penalties(request: Request, device: torch.device) -> Iterator[LogitsProcessor]:
     params = request.params
+    biases: Any = params.sequence_bias  # pairs, as they are kept
+    if biases:
+        yield SequenceBiasLogitsProcessor([[list(token_ids), bias] for token_ids, bias in biases])
     if params.repetition_penalty != 1.0:
         yield RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
     if params.no_repeat_ngram_size:
         yield NoRepeatNGramLogitsProcessor(params.no_repeat_ngram_size)
+    bad_words = [list(word) for word in params.bad_words_ids or () if len(word) > 1 or word[0] not in request.eos_ids]
+    if bad_words:
+        yield NoBadWordsLogitsProcessor(bad_words)
     if params.min_new_tokens and request.eos_ids:
         eos_ids = torch.tensor(sorted(request.eos_ids), device=device)
         prompt_length = len(request.prompt_token_ids)
         yield MinNewTokensLengthLogitsProcessor(prompt_length, params.min_new_tokens, eos_ids, device=str(device))
+    if params.suppress_tokens:
+        yield SuppressTokensLogitsProcessor(list(params.suppress_tokens), device=str(device))
+    if params.begin_suppress_tokens:
+        begin = len(request.prompt_token_ids)
+        yield SuppressTokensAtBeginLogitsProcessor(list(params.begin_suppress_tokens), begin, device=str(device))
 
 
 def _warpers(request: Request) -> Iterator[LogitsProcessor]:
@@ -58,6 +83,14 @@ def _warpers(request: Request) -> Iterator[LogitsProcessor]:
 def _normalization(request: Request) -> Iterator[LogitsProcessor]:
     if request.params.renormalize_logits:
         yield LogitNormalization()
+
+
+def check_scores(processed: object, scores: Tensor) -> Tensor:
+    """What the user's processors made of ``scores``. Raises ValueError if that cannot be scores."""
+    if not isinstance(processed, Tensor) or processed.shape != scores.shape:
+        what = list(processed.shape) if isinstance(processed, Tensor) else type(processed).__name__
+        raise ValueError(f"logits_processors must return scores of shape {list(scores.shape)}, got {what}")
+    return processed.to(scores)
 
 
 def is_beam_sampling(request: Request) -> bool:
