@@ -22,7 +22,7 @@ def penalized(cumulative_logprob: float, length: int, length_penalty: float) -> 
     return float(np.float32(cumulative_logprob) / np.float32(length**length_penalty))
 
 
-def _is_hopeless(cumulative_logprob: float) -> bool:
+def is_hopeless(cumulative_logprob: float) -> bool:
     """It descends from a rank that was masked, or no token was allowed: no model gives such a log-prob."""
     return cumulative_logprob < MASK / 2
 
@@ -103,7 +103,7 @@ class BeamSearch:
     def _keep_best(self, finished: list[Hypothesis]) -> None:
         # With more beams than candidates the surplus ranks are hopeless. What ends there fills a place only if it beats
         # an empty one, which scores MASK in transformers.
-        hopeful = [h for h in finished if h.score > MASK or not _is_hopeless(h.cumulative_logprob)]
+        hopeful = [h for h in finished if h.score > MASK or not is_hopeless(h.cumulative_logprob)]
         self._hypotheses = sorted([*self._hypotheses, *hopeful], key=lambda h: -h.score)[: self.width]
 
     def _decide_whether_to_go_on(self, all_hit: bool) -> None:
@@ -113,7 +113,7 @@ class BeamSearch:
         # the greatest length; the heuristic of False on the present one (transformers PR #20901).
         length = self._params.max_new_tokens if early_stopping == "never" and lp > 0 else self._length
         attainable = penalized(self.scores[0], length, lp)
-        worst = MASK if _is_hopeless(self.scores[0]) else -math.inf
+        worst = MASK if is_hopeless(self.scores[0]) else -math.inf
         if is_full:
             worst = self._hypotheses[-1].score
         self.is_done = attainable <= worst or (is_full and early_stopping is True) or all_hit

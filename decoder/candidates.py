@@ -16,9 +16,10 @@ from torch import Tensor
 
 from cowbeam.decoder.batch import to_device
 from cowbeam.decoder.beam_search import MASK, BeamSearch
+from cowbeam.decoder.diverse_beams import DiverseBeamSearch
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import TokenLogprob
-from cowbeam.decoder.processors import check_scores, is_beam_sampling, make_processors
+from cowbeam.decoder.processors import HammingDiversity, check_scores, is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.strategy import Candidate
 from cowbeam.kernels.draw_tokens import draw_tokens
@@ -58,8 +59,9 @@ class CandidateSource:
         user's processor is not called for steps that may be dropped.
         """
         request = self._group.request
-        sees_all = not self._has_users_processors and not (self.is_beams and request.stops is not None)
-        return sees_all and request.params.logprobs is None
+        if isinstance(self._group.strategy, DiverseBeamSearch) or self._has_users_processors:
+            return False
+        return request.params.logprobs is None and not (self.is_beams and request.stops is not None)
 
     @property
     def given(self) -> Tensor:
@@ -68,7 +70,7 @@ class CandidateSource:
         Beams: their scores, [width] float32. Samples: each one's uniform number, [width] float64.
         """
         strategy = self._group.strategy
-        if isinstance(strategy, BeamSearch):
+        if isinstance(strategy, BeamSearch | DiverseBeamSearch):
             return to_device(strategy.scores, torch.float32, self._device)
         if self._group.request.is_greedy:
             return torch.empty(0, device=self._device)
@@ -103,6 +105,8 @@ class CandidateSource:
         logits = logits[rows].float()
         if isinstance(strategy, BeamSearch):
             candidates = self._beam_candidates(strategy, self._log_softmax(logits), given[:, None])
+        elif isinstance(strategy, DiverseBeamSearch):
+            candidates = self._diverse_candidates(strategy, torch.log_softmax(logits, -1), given[:, None])
         else:
             candidates = self._one_a_sample(self._process(logits), given)
         # Where the scores are at hand they tell whether anybody will ask, which saves a pass over the logits.
@@ -133,10 +137,11 @@ class CandidateSource:
             self._log_probs = torch.empty(logits.shape, device=logits.device)
         return torch.log_softmax(logits, -1, out=self._log_probs)
 
-    def _process(self, scores: Tensor) -> Tensor:
+    def _process(self, scores: Tensor, start: int = 0) -> Tensor:
+        """``scores`` of the ranks from ``start`` on."""
         if self._history is None:
             return scores
-        seen = cast(torch.LongTensor, self._history[:, : self._length])
+        seen = cast(torch.LongTensor, self._history[start : start + len(scores), : self._length])
         if self._has_users_processors:
             processed = self._process_by_users(seen, scores)
         else:
@@ -166,6 +171,25 @@ class CandidateSource:
         else:
             scores, flat = torch.topk(accumulated, count)
         return _columns(scores, flat, log_probs.shape[-1])
+
+    def _diverse_candidates(self, strategy: DiverseBeamSearch, log_probs: Tensor, running: Tensor) -> Tensor:
+        (diversity,) = (p for p in self._processors if isinstance(p, HammingDiversity))
+        diversity.chosen = None
+        is_first = len(log_probs) < strategy.width and self._length == self._group.num_prompt_tokens
+        columns = []
+        for start, size in strategy.live_groups:
+            first_row = 0 if is_first else start
+            processed = self._process(log_probs[first_row : 1 if is_first else start + size], first_row)
+            accumulated = (processed + running[start : start + size]).reshape(-1)
+            scores, flat = torch.topk(accumulated, min(strategy.num_candidates, accumulated.numel()))
+            found = _columns(scores, flat + start * log_probs.shape[-1], log_probs.shape[-1])
+            tokens = found[2].long()
+            # As the host will take them: the first ones that do not end.
+            ends = (tokens[:, None] == self._eos_ids).any(1)
+            chosen = tokens[ends.sort(stable=True).indices[:size]]
+            diversity.chosen = chosen if diversity.chosen is None else torch.cat([diversity.chosen, chosen])
+            columns.append(found)
+        return torch.cat(columns, 1)
 
     def _draw(self, accumulated: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """``count`` candidates without replacement, best first (sorted as since transformers 5.24)."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
-from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.choice_graph import Flight
@@ -30,7 +29,7 @@ from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
-from cowbeam.decoder.strategy import Candidate, Continuation
+from cowbeam.decoder.strategy import Candidate, Continuation, Strategy
 
 Watch = Literal["frames", "tokens"]
 
@@ -353,13 +352,16 @@ class Engine:
         self._start_afresh()
 
 
-def _fault(strategy: BeamSearch | Sampling, scores: Tensor, maxima: Tensor) -> str | None:
+def _fault(strategy: Strategy, scores: Tensor, maxima: Tensor) -> str | None:
     """What is wrong with the candidates of these scores, if anything is. maxima: of the logits, [rows]."""
     if scores.isnan().any():
         return _fault_of_logits(maxima)
-    # Each sample needs its candidate; beams need one, best first, unless some are finished.
-    is_beams = isinstance(strategy, BeamSearch)
-    is_stuck = not scores[0] > -math.inf and not strategy.hypotheses if is_beams else not (scores > -math.inf).all()
+    # Each sample needs its candidate; beams need one, unless some are finished.
+    is_allowed = scores > -math.inf
+    if isinstance(strategy, Sampling):
+        is_stuck = not is_allowed.all()
+    else:
+        is_stuck = not is_allowed.any() and not strategy.hypotheses
     return "the logits processors allow no token" if is_stuck else None
 
 

@@ -8,6 +8,7 @@ from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
+from cowbeam.decoder.diverse_beams import DiverseBeamSearch
 from cowbeam.decoder.endings import Endings
 from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, TokenLogprob
 from cowbeam.decoder.params import BeamSearchParams, Params
@@ -45,9 +46,11 @@ class KVBytes:
         return num_tokens * self.per_token - cropped
 
 
-def make_strategy(request: Request) -> BeamSearch | Sampling:
+def make_strategy(request: Request) -> BeamSearch | DiverseBeamSearch | Sampling:
     """The strategy that ``request`` asks for."""
     params = request.params
+    if isinstance(params, BeamSearchParams) and params.num_beam_groups > 1:
+        return DiverseBeamSearch(params, request.eos_ids)
     if isinstance(params, BeamSearchParams) and not request.is_greedy:
         return BeamSearch(params, request.eos_ids, make_endings(request))
     length_penalty = params.length_penalty if isinstance(params, BeamSearchParams) else 1.0

@@ -43,6 +43,8 @@ _NUMBERS: list[tuple[str, int | float | None, str]] = [
     ("max-new-tokens", BeamSearchParams.max_new_tokens, "generated tokens at most"),
     ("min-new-tokens", BeamSearchParams.min_new_tokens, "no end before so many"),
     ("length-penalty", BeamSearchParams.length_penalty, "score = sum of log-probs / length ** this"),
+    ("num-beam-groups", BeamSearchParams.num_beam_groups, "diverse beams: groups that avoid each other's tokens"),
+    ("diversity-penalty", BeamSearchParams.diversity_penalty, "what a token loses if an earlier group chose it"),
     ("temperature", SamplingParams.temperature, "flattens (above 1) or sharpens the draws"),
     ("top-k", SamplingParams.top_k, "draw from the k likeliest only; 0: from all"),
     ("top-p", SamplingParams.top_p, "draw from the likeliest with this probability together"),

@@ -18,7 +18,6 @@ LogitsProcessor = Callable[[Any, Any], Any]
 # Fields of a GenerationConfig that change which tokens come out and that cowbeam does not have. Set to anything but
 # their neutral value they must not be dropped silently.
 _UNSUPPORTED = {
-    "diversity_penalty": 0.0,
     "dola_layers": None,
     "encoder_no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
@@ -30,7 +29,6 @@ _UNSUPPORTED = {
     "guidance_scale": 1.0,
     "max_time": None,
     "min_length": 0,
-    "num_beam_groups": 1,
     "penalty_alpha": None,
     "prompt_lookup_num_tokens": None,
     "remove_invalid_values": False,
@@ -104,6 +102,10 @@ class _Params:
             value = getattr(generation_config, name, None)
             if value is not None and value != neutral and name not in changes:
                 raise ValueError(f"{name}={value!r} of the generation config is not supported")
+        for name in ("num_beams", "num_beam_groups"):
+            if name not in cls.__dataclass_fields__ and (getattr(generation_config, name, None) or 1) > 1:
+                value = getattr(generation_config, name)
+                raise ValueError(f"{name}={value} of the generation config is for BeamSearchParams")
         if getattr(generation_config, "max_new_tokens", None) is None and "max_new_tokens" not in changes:
             limit = getattr(generation_config, "max_length", None)
             if limit is not None and limit != 20:  # transformers' default
@@ -114,10 +116,6 @@ class _Params:
                 fields[name] = None
         if "num_beams" in fields:
             fields["num_beams"] = fields["num_beams"] or 1  # as transformers takes it
-        elif (getattr(generation_config, "num_beams", None) or 1) > 1:
-            raise ValueError(
-                f"num_beams={generation_config.num_beams} of the generation config is for BeamSearchParams"
-            )
         return cls(**{name: value for name, value in fields.items() if value is not None} | changes)
 
 
@@ -134,6 +132,9 @@ class BeamSearchParams(_Params):
         length_penalty: a hypothesis scores ``cumulative_logprob / len(token_ids) ** length_penalty``.
         early_stopping: True stops at ``num_beams`` hypotheses; False when the best live beam cannot beat them at
             its present length; "never" only when it cannot at any length.
+        num_beam_groups: diverse beam search: the beams in so many groups of equal size, each of which avoids tokens
+            that the groups before it chose in the same step. See ``diverse_beams`` for the formulas.
+        diversity_penalty: what a token loses for each beam of an earlier group that chose it.
         do_sample: draw the candidates instead of taking the best; only then temperature, top_k, top_p, min_p apply.
         repetition_penalty, no_repeat_ngram_size, renormalize_logits: as in transformers.
         sequence_bias: added to the scores of the last token of each of these sequences, where the rest of it stands
@@ -162,6 +163,8 @@ class BeamSearchParams(_Params):
     num_beams: int = 4
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
     do_sample: bool = False
 
     def __post_init__(self) -> None:
@@ -181,10 +184,26 @@ class BeamSearchParams(_Params):
         check_flag("do_sample", self.do_sample)
         if self.do_sample and self.num_beams == 1:
             raise ValueError("do_sample=True with num_beams=1 is plain sampling: use SamplingParams")
+        self._check_groups()
         if not self.do_sample:
             for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
                 if getattr(self, name) != neutral:
                     raise ValueError(f"{name}={getattr(self, name)!r} has no effect without do_sample=True")
+
+    def _check_groups(self) -> None:
+        check_integer("num_beam_groups", self.num_beam_groups, 1)
+        check_number("diversity_penalty", self.diversity_penalty, 0)
+        if self.num_beam_groups == 1:
+            if self.diversity_penalty:
+                raise ValueError(f"diversity_penalty={self.diversity_penalty!r} has no effect without num_beam_groups")
+            return
+        if self.num_beams % self.num_beam_groups:
+            raise ValueError(f"num_beam_groups={self.num_beam_groups} does not divide num_beams={self.num_beams}")
+        if not self.diversity_penalty:
+            raise ValueError("diversity_penalty=0 makes all num_beam_groups alike: it must be above 0")
+        for name in ("do_sample", "stop_strings"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with num_beam_groups={self.num_beam_groups}")
 
     @property
     def width(self) -> int:

@@ -26,6 +26,24 @@ from cowbeam.decoder.group import Request
 from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 
 
+class HammingDiversity(LogitsProcessor):
+    """Takes a penalty off each token for each time that the beams of earlier groups chose it in this step.
+
+    transformers' ``HammingDiversityLogitsProcessor`` of 4.49, which went with its group beam search. Who processes sets
+    ``chosen`` [tokens] first.
+    """
+
+    def __init__(self, penalty: float) -> None:
+        self._penalty = penalty
+        self.chosen: Tensor | None = None
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:  # noqa: ARG002  # the signature is transformers'
+        """[branches, vocabulary], as ``scores``."""
+        if self.chosen is None:
+            return scores
+        return scores - self._penalty * torch.bincount(self.chosen, minlength=scores.shape[-1])
+
+
 def make_processors(request: Request, device: torch.device) -> LogitsProcessorList:
     """All of them, in the order of ``GenerationMixin._get_logits_processor``."""
     penalties = _with_the_users(list(_penalties(request, device)), request.params.logits_processors or ())
@@ -44,6 +62,8 @@ def _penalties(request: Request, device: torch.device) -> Iterator[LogitsProcess
     biases: Any = params.sequence_bias  # pairs, as they are kept
     if biases:
         yield SequenceBiasLogitsProcessor([[list(token_ids), bias] for token_ids, bias in biases])
+    if isinstance(params, BeamSearchParams) and params.diversity_penalty:
+        yield HammingDiversity(params.diversity_penalty)
     if params.repetition_penalty != 1.0:
         yield RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
     if params.no_repeat_ngram_size:

@@ -133,7 +133,7 @@ def test_sampling_settings_of_a_config_count_only_where_it_samples() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("top_h", 0.4), ("typical_p", 0.5), ("forced_eos_token_id", 3), ("num_beam_groups", 2), ("min_length", 5)],
+    [("top_h", 0.4), ("typical_p", 0.5), ("forced_eos_token_id", 3), ("min_length", 5)],
 )
 def test_settings_that_cowbeam_lacks_are_not_dropped(field: str, value: Any) -> None:
     config = GenerationConfig()
