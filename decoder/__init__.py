@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cowbeam.decoder.async_decoder import AsyncDecoder
+    from cowbeam.decoder.branch_scorer import BranchScorer, BranchView
     from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
     from cowbeam.decoder.drop_in import attach, custom_generate, detach
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _HOME = {
     "AsyncDecoder": "async_decoder",
     "BeamSearchParams": "params",
+    "BranchScorer": "branch_scorer",
+    "BranchView": "branch_scorer",
     "Completion": "outputs",
     "Counters": "counters",
     "DecodeResult": "outputs",
@@ -47,6 +50,8 @@ _HOME = {
 __all__ = [
     "AsyncDecoder",
     "BeamSearchParams",
+    "BranchScorer",
+    "BranchView",
     "Completion",
     "Counters",
     "DecodeResult",

@@ -121,10 +121,14 @@ class AsyncDecoder:
     async def tokens(self, prompt: Prompt, params: Params) -> AsyncIterator[StreamedToken]:
         """Every token of samples or of greedy search as it is chosen, with its text.
 
-        Cheaper than frames. Raises ValueError for beams: a beam that leads now may be given up.
+        Cheaper than frames. Raises ValueError for beams, and for samples of which some are given up: ``stream`` shows
+        those.
         """
         if isinstance(params, BeamSearchParams) and params.num_beams > 1:
             raise ValueError(f"num_beams={params.num_beams}: tokens of beams may be given up again; stream shows beams")
+        for name in ("best_of", "branch_scorer"):
+            if getattr(params, name, None) is not None:
+                raise ValueError(f"{name}: samples may be given up again; stream shows them")
         waiter = await self._enter(prompt, params, "tokens")
         texts = TokenTexts(waiter.request, self._decoder.text_of)
         try:

@@ -21,6 +21,7 @@ from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import TokenLogprob
 from cowbeam.decoder.processors import HammingDiversity, check_scores, is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
+from cowbeam.decoder.scored_sampling import ScoredSampling
 from cowbeam.decoder.strategy import Candidate
 from cowbeam.kernels.draw_tokens import draw_tokens
 from cowbeam.kernels.top_candidates import top_candidates
@@ -59,7 +60,7 @@ class CandidateSource:
         user's processor is not called for steps that may be dropped.
         """
         request = self._group.request
-        if isinstance(self._group.strategy, DiverseBeamSearch) or self._has_users_processors:
+        if isinstance(self._group.strategy, DiverseBeamSearch | ScoredSampling) or self._has_users_processors:
             return False
         return request.params.logprobs is None and not (self.is_beams and request.stops is not None)
 

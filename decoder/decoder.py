@@ -360,7 +360,15 @@ class Decoder:
         seed = params.seed
         if draws and seed is None:
             seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-        return Request(token_ids, params, self._eos_ids(params), seed if draws else None, self._stops(params))
+        is_scored = isinstance(params, SamplingParams) and params.branch_scorer is not None
+        return Request(
+            token_ids,
+            params,
+            self._eos_ids(params),
+            seed if draws else None,
+            self._stops(params),
+            self._decode_text if is_scored else None,
+        )
 
     def _stops(self, params: Params) -> StopStrings | None:
         if params.stop_strings is None:

@@ -49,6 +49,11 @@ class Endings:
             self._states = [self._stops.add(self._state(c.beam), c.token_id) for c in continuations]
             self._is_first = False
 
+    def reorder(self, ranks: Sequence[int]) -> None:
+        """Of the live branches these go on, some of them several times."""
+        if self._stops is not None:
+            self._states = [self._states[rank] for rank in ranks]
+
     def num_held(self, rank: int) -> int:
         """Characters at the end of the branch's text that may be the beginning of a stop string."""
         return self._stops.num_held(self._state(rank)) if self._stops else 0

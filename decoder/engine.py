@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
 from cowbeam.decoder.blocks import BlockPool
+from cowbeam.decoder.branch_scorer import ScorerError
 from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.choice_graph import Flight
 from cowbeam.decoder.counters import Counters, Tally
@@ -276,7 +277,12 @@ class Engine:
             else:
                 candidates = self._runs[group].source.with_plain(unpack(columns.tolist()))
                 self._tell(self._runs[group], candidates)
-                chosen.append(group.choose(candidates))
+                try:
+                    chosen.append(group.choose(candidates))
+                except ScorerError as error:  # a user's function, of this request alone
+                    self._fail(group, error.__cause__ or error)
+                    chosen.append([])
+                    continue
                 if group.strategy.is_done:
                     self._finish(group)
         return chosen

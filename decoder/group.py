@@ -11,21 +11,27 @@ from cowbeam.decoder.chain import links
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
 from cowbeam.decoder.endings import Endings
 from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, TokenLogprob
-from cowbeam.decoder.params import BeamSearchParams, Params
+from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.sampling import Sampling
+from cowbeam.decoder.scored_sampling import ScoredSampling
 from cowbeam.decoder.stop_strings import StopStrings
 from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and what is asked of it. ``seed`` is set where draws are made, ``stops`` where texts end it."""
+    """One prompt and what is asked of it.
+
+    ``seed`` is set where draws are made, ``stops`` where texts end it, ``write`` (token ids to text) where a user's
+    function looks at texts.
+    """
 
     prompt_token_ids: tuple[int, ...]
     params: Params
     eos_ids: frozenset[int]
     seed: int | None
     stops: StopStrings | None = None
+    write: Callable[[Sequence[int]], str] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -53,6 +59,10 @@ def make_strategy(request: Request) -> BeamSearch | DiverseBeamSearch | Sampling
         return DiverseBeamSearch(params, request.eos_ids)
     if isinstance(params, BeamSearchParams) and not request.is_greedy:
         return BeamSearch(params, request.eos_ids, make_endings(request))
+    if isinstance(params, SamplingParams) and params.branch_scorer is not None:
+        assert request.seed is not None, "samples are drawn"
+        assert request.write is not None, "a scorer sees texts"
+        return ScoredSampling(params, make_endings(request), params.branch_scorer, request.seed, request.write)
     length_penalty = params.length_penalty if isinstance(params, BeamSearchParams) else 1.0
     return Sampling(params, request.eos_ids, make_endings(request), length_penalty=length_penalty)
 

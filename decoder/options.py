@@ -51,6 +51,7 @@ _NUMBERS: list[tuple[str, int | float | None, str]] = [
     ("min-p", SamplingParams.min_p, "drop tokens below this share of the likeliest one's"),
     ("repetition-penalty", SamplingParams.repetition_penalty, "above 1: repeat less"),
     ("no-repeat-ngram-size", SamplingParams.no_repeat_ngram_size, "no run of so many tokens twice; 0: off"),
+    ("best-of", None, "draw so many samples, return those with the best mean log-prob"),
     ("logprobs", None, "with --json: the plain model's log-probs, and so many likeliest tokens beside each"),
     ("seed", None, "of the draws; a fresh one is shown with the result"),
 ]

@@ -8,6 +8,7 @@ from reprlib import repr as shown  # abbreviates: a user's value may be of any l
 from typing import Any, Literal, Self
 
 from cowbeam.decoder import field_checks
+from cowbeam.decoder.branch_scorer import BranchScorer
 from cowbeam.decoder.field_checks import check_flag, check_integer, check_number, check_seed
 
 EarlyStopping = bool | Literal["never"]
@@ -220,16 +221,39 @@ class SamplingParams(_Params):
         max_new_tokens, min_new_tokens, eos_token_id, stop_strings, logprobs: as in BeamSearchParams.
         temperature, top_k (0: all), top_p, min_p, repetition_penalty, no_repeat_ngram_size: as in transformers.
         sequence_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens, logits_processors: as in BeamSearchParams.
+        best_of: draw so many samples, and return ``num_return_sequences`` of them, those with the greatest ``score``
+            (the mean of ``logprobs``), best first.
+        branch_scorer: a function of yours re-ranks the samples on the way: see BranchScorer. With ``best_of`` it also
+            has the last word.
         seed: sample i's stream depends on (seed, i) alone; None draws a fresh seed, which the result names.
 
     Raises:
         ValueError: names the field and the value.
     """
 
+    best_of: int | None = None
+    branch_scorer: BranchScorer | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.best_of is not None:
+            check_integer("best_of", self.best_of, 1)
+            if self.best_of < self.num_return_sequences:
+                raise ValueError(
+                    f"best_of={self.best_of} is less than num_return_sequences={self.num_return_sequences}"
+                )
+        scorer = self.branch_scorer
+        if scorer is None:
+            return
+        if not isinstance(scorer, BranchScorer):
+            raise ValueError(f"branch_scorer must be a BranchScorer, got {shown(scorer)}")
+        if scorer.keep is not None and scorer.keep > self.width:
+            raise ValueError(f"keep={scorer.keep} of the branch_scorer exceeds the {self.width} samples")
+
     @property
     def width(self) -> int:
         """Branches at most."""
-        return self.num_return_sequences
+        return self.num_return_sequences if self.best_of is None else self.best_of
 
 
 Params = BeamSearchParams | SamplingParams

@@ -12,7 +12,7 @@ import numpy as np
 
 from cowbeam.decoder.branches import Token
 from cowbeam.decoder.endings import Ending, Endings
-from cowbeam.decoder.params import Params
+from cowbeam.decoder.params import Params, SamplingParams
 from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
 
@@ -60,8 +60,11 @@ class Sampling:
 
     @property
     def hypotheses(self) -> Sequence[Hypothesis]:
-        """The finished samples by index."""
-        return sorted(self._finished, key=lambda hypothesis: hypothesis.index)
+        """The finished samples by index; of ``best_of`` those with the greatest mean log-prob, best first."""
+        by_index = sorted(self._finished, key=lambda hypothesis: hypothesis.index)
+        if isinstance(self._params, SamplingParams) and self._params.best_of is not None:
+            return sorted(by_index, key=lambda h: -h.score)[: self._params.num_return_sequences]
+        return by_index
 
     def select(self, candidates: Sequence[Candidate], last_tokens: Sequence[Token | None]) -> list[Continuation]:
         """One candidate a live sample, in rank order; ``score`` is the log-prob of its token."""
