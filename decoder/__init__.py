@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cowbeam.decoder.drop_in import attach, custom_generate, detach
     from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
+    from cowbeam.decoder.grammar import Grammar
     from cowbeam.decoder.outputs import (
         Completion,
         DecodeResult,
@@ -36,6 +37,7 @@ _HOME = {
     "DecodeStats": "outputs",
     "Decoder": "decoder",
     "Frame": "frames",
+    "Grammar": "grammar",
     "MemoryUse": "outputs",
     "Outcome": "outputs",
     "Run": "engine",
@@ -58,6 +60,7 @@ __all__ = [
     "DecodeStats",
     "Decoder",
     "Frame",
+    "Grammar",
     "MemoryUse",
     "Outcome",
     "Run",

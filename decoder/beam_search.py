@@ -57,8 +57,9 @@ class BeamSearch:
 
     @property
     def hypotheses(self) -> Sequence[Hypothesis]:
-        """The finished sequences that are returned, best first."""
-        return self._hypotheses[: self._params.num_return_sequences]
+        """The finished sequences that are returned, best first; fewer, where fewer exist."""
+        found = [h for h in self._hypotheses if not is_hopeless(h.cumulative_logprob)]
+        return found[: self._params.num_return_sequences]
 
     def select(self, candidates: Sequence[Candidate], last_tokens: Sequence[Token | None]) -> list[Continuation]:
         """The next live beams, best first. ``candidates`` come best first."""

@@ -17,12 +17,13 @@ from torch import Tensor
 from cowbeam.decoder.batch import to_device
 from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
+from cowbeam.decoder.grammar import GrammarStates
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import TokenLogprob
 from cowbeam.decoder.processors import HammingDiversity, check_scores, is_beam_sampling, make_processors
 from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.scored_sampling import ScoredSampling
-from cowbeam.decoder.strategy import Candidate
+from cowbeam.decoder.strategy import Candidate, Continuation
 from cowbeam.kernels.draw_tokens import draw_tokens
 from cowbeam.kernels.top_candidates import top_candidates
 
@@ -37,6 +38,8 @@ class CandidateSource:
         self._history: Tensor | None = None  # [ranks, prompt + max_new_tokens], filled up to _length
         self._history_before: Tensor | None = None  # as it was at the last choice but one
         self._log_probs: Tensor | None = None
+        start = group.request.start_grammar
+        self._grammar = None if start is None else start()
         self.fault: Exception | None = None  # what a processor of the user's raised
         self._has_users_processors = group.request.params.logits_processors is not None
         self._plain: Tensor | None = None  # [ranks, vocabulary] the plain model's, of the last `propose`, where asked
@@ -61,6 +64,8 @@ class CandidateSource:
         """
         request = self._group.request
         if isinstance(self._group.strategy, DiverseBeamSearch | ScoredSampling) or self._has_users_processors:
+            return False
+        if self._grammar is not None:
             return False
         return request.params.logprobs is None and not (self.is_beams and request.stops is not None)
 
@@ -93,6 +98,7 @@ class CandidateSource:
             The candidates; and the ranks' greatest logits, which tell what is wrong, if a score is NaN (else anything).
         """
         strategy = self._group.strategy
+        self._vocabulary = logits.shape[1]
         if self._group.request.params.logprobs is not None:
             self._plain = torch.log_softmax(logits[rows].float(), -1)
         if self._is_plain and logits.is_cuda:  # by kernels that read the logits where they lie
@@ -140,6 +146,8 @@ class CandidateSource:
 
     def _process(self, scores: Tensor, start: int = 0) -> Tensor:
         """``scores`` of the ranks from ``start`` on."""
+        if self._grammar is not None:
+            scores = scores.masked_fill(self._forbidden(self._grammar, start, len(scores)), -torch.inf)
         if self._history is None:
             return scores
         seen = cast(torch.LongTensor, self._history[start : start + len(scores), : self._length])
@@ -151,6 +159,17 @@ class CandidateSource:
             return processed
         # A row in which nothing is allowed has no distribution: normalizing gives NaN, which would rank first.
         return processed.masked_fill(processed.isnan() & ~scores.isnan(), -torch.inf)
+
+    def _forbidden(self, grammar: GrammarStates, start: int, count: int) -> Tensor:
+        """[count, vocabulary] bool: the grammar has no such token there."""
+        masks = torch.empty(count, grammar.num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        masks.fill_(-1)
+        grammar.fill_masks(masks, start)
+        if grammar.permitted is not None:
+            masks &= torch.from_numpy(grammar.permitted)
+        bits = torch.arange(32, dtype=torch.int32, device=self._device)
+        allowed = (masks.to(self._device, non_blocking=True)[:, :, None] >> bits) & 1
+        return allowed.reshape(count, -1)[:, : self._vocabulary] == 0
 
     def _process_by_users(self, seen: Tensor, scores: Tensor) -> Tensor:
         """Users may keep and change what they are given, so it is theirs. Their error is this request's alone."""
@@ -234,7 +253,7 @@ class CandidateSource:
     @property
     def _is_plain(self) -> bool:
         """No processor looks at the scores, and no generator draws beams."""
-        return self._history is None and not is_beam_sampling(self._group.request)
+        return self._history is None and self._grammar is None and not is_beam_sampling(self._group.request)
 
     @property
     def buffers(self) -> list[Tensor | None]:
@@ -253,6 +272,13 @@ class CandidateSource:
             order = order[: strategy.width]
             return Choice(ranks[order], tokens[order], scores[: strategy.width])
         return Choice(ranks, tokens, scores)
+
+    def go_on(self, continuations: Sequence[Continuation]) -> None:
+        """``follow`` what the host chose."""
+        parents, tokens = zip(*((c.beam, c.token_id) for c in continuations), strict=True)
+        if self._grammar is not None:
+            self._grammar.follow(parents, tokens)
+        self.follow(*to_device((parents, tokens), torch.long, self._device))
 
     def follow(self, parents: Tensor, tokens: Tensor) -> None:
         """Make the choice the history: [ranks] each, a rank that is continued and a token."""

@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
 
@@ -14,6 +14,7 @@ from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run, Watch
 from cowbeam.decoder.frames import Frame
+from cowbeam.decoder.grammar import Grammar, GrammarCompiler, GrammarStates
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
@@ -66,6 +67,7 @@ class Decoder:
         _check_knobs(num_blocks, memory_fraction, kv_memory)
         self.model = model
         self.tokenizer = tokenizer
+        self._grammars: GrammarCompiler | None = None  # made by the first request that needs it
         self._adapter = ModelAdapter(model, attention_path(attention, model, block_size))
         if compile is None:
             compile = self._adapter.path == "triton" and self._adapter.device.type == "cuda"
@@ -368,7 +370,22 @@ class Decoder:
             seed if draws else None,
             self._stops(params),
             self._decode_text if is_scored else None,
+            self._start_grammar(params),
         )
+
+    def _start_grammar(self, params: Params) -> Callable[[], GrammarStates] | None:
+        grammar = Grammar.of(params.grammar)
+        if grammar is None:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("grammar needs a tokenizer: Decoder(model, tokenizer)")
+        eos_ids = sorted(self._eos_ids(params))
+        if not eos_ids:
+            raise ValueError("grammar needs an EOS id: where the text is complete, nothing else may follow")
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self.tokenizer, self._adapter.vocabulary_size)
+        compiler, compiled = self._grammars, self._grammars.compile(grammar)
+        return lambda: compiler.states(compiled, eos_ids)
 
     def _stops(self, params: Params) -> StopStrings | None:
         if params.stop_strings is None:

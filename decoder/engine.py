@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
+from cowbeam.decoder.batch import Batch, Layout, lay_out
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branch_scorer import ScorerError
 from cowbeam.decoder.candidates import CandidateSource, unpack
@@ -291,8 +291,7 @@ class Engine:
         """Tell the sources what the host chose."""
         for source, continuations in zip(flight.sources, chosen, strict=True):
             if continuations:
-                parents, tokens = zip(*((c.beam, c.token_id) for c in continuations), strict=True)
-                source.follow(*to_device((parents, tokens), torch.long, self._adapter.device))
+                source.go_on(continuations)
 
     def _finish(self, group: Group) -> None:
         run = self._runs[group]

@@ -10,6 +10,7 @@ from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
 from cowbeam.decoder.endings import Endings
+from cowbeam.decoder.grammar import GrammarStates
 from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, TokenLogprob
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.sampling import Sampling
@@ -23,7 +24,7 @@ class Request:
     """One prompt and what is asked of it.
 
     ``seed`` is set where draws are made, ``stops`` where texts end it, ``write`` (token ids to text) where a user's
-    function looks at texts.
+    function looks at texts, ``start_grammar`` where a grammar decides.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class Request:
     seed: int | None
     stops: StopStrings | None = None
     write: Callable[[Sequence[int]], str] | None = None
+    start_grammar: Callable[[], GrammarStates] | None = None
 
     @property
     def is_greedy(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 from cowbeam.decoder import field_checks
 from cowbeam.decoder.branch_scorer import BranchScorer
 from cowbeam.decoder.field_checks import check_flag, check_integer, check_number, check_seed
+from cowbeam.decoder.grammar import Grammar
 
 EarlyStopping = bool | Literal["never"]
 # (input_ids [branches, tokens], scores [branches, vocabulary]) -> scores: transformers' ``LogitsProcessor``, or a
@@ -59,6 +60,7 @@ class _Params:
     renormalize_logits: bool = False
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
+    grammar: Grammar | Mapping[str, Any] | None = None
     logprobs: int | None = None
     seed: int | None = None
 
@@ -86,6 +88,7 @@ class _Params:
             logits_processors=field_checks.functions("logits_processors", self.logits_processors),
             eos_token_id=field_checks.eos_ids(self.eos_token_id),
             stop_strings=field_checks.stop_strings(self.stop_strings),
+            grammar=Grammar.of(self.grammar),
         )
 
     def _keep(self, **fields: Any) -> None:
@@ -152,6 +155,9 @@ class BeamSearchParams(_Params):
         stop_strings: a beam whose text completes one of them is finished, as by an EOS id. The match may begin in the
             prompt and in the middle of a token, and must end in a generated one; special tokens count as written. The
             completion's text ends in front of it, its tokens and log-probs are whole; ``finish_reason`` is "stop".
+        grammar: allow only text of this Grammar (or of ``{"json_schema": …}``, ``{"regex": …}``, ``{"ebnf": …}``); what
+            ends by an EOS id fits it as a whole. Every branch is somewhere of its own in the grammar. Needs the extra
+            ``cowbeam[grammar]``.
         logprobs: give each completion ``token_logprobs``: the plain model's log-prob of each token, before penalties,
             temperature and the like, and so many of the likeliest tokens beside it; 0: none beside it. (``logprobs`` of
             a completion are of the processed distribution, those that make its score, and always there.)
@@ -218,7 +224,7 @@ class SamplingParams(_Params):
 
     Args:
         num_return_sequences: samples, returned by index.
-        max_new_tokens, min_new_tokens, eos_token_id, stop_strings, logprobs: as in BeamSearchParams.
+        max_new_tokens, min_new_tokens, eos_token_id, stop_strings, grammar, logprobs: as in BeamSearchParams.
         temperature, top_k (0: all), top_p, min_p, repetition_penalty, no_repeat_ngram_size: as in transformers.
         sequence_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens, logits_processors: as in BeamSearchParams.
         best_of: draw so many samples, and return ``num_return_sequences`` of them, those with the greatest ``score``

@@ -38,3 +38,20 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer.add_special_tokens(["[UNK]", "[PAD]", "[SEP]"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[SEP]", pad_token="[PAD]")
+
+
+def json_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that can write anything, with tokens that lie across JSON's signs; some 330 tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<pad>", "<s>", "</s>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(['{"name": "red", "size": 12, "tags": ["a", "b"], "next": null}'] * 3, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", padding_side="left"
+    )

@@ -1,0 +1,174 @@
+"""What generated text must look like: a JSON schema, a regular expression or a grammar, by the library xgrammar."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as shown  # abbreviates: a user's value may be of any length
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = Literal["json_schema", "regex", "ebnf"]
+KINDS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """Text that is allowed, from the first generated token to the EOS; made by one of its class methods."""
+
+    kind: Kind
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | bool = True) -> Self:
+        """JSON that fits ``schema``, in one line; ``True`` is any JSON at all.
+
+        Blanks stand behind ``,`` and ``:`` only: where any are allowed, small models write nothing else.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"json_schema is no JSON: {error}") from None
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"json_schema must be a schema, got {shown(schema)}")
+        try:
+            return cls("json_schema", json.dumps(schema, sort_keys=False))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"json_schema is no JSON: {error}") from None
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that ``pattern`` matches as a whole."""
+        return cls("regex", _text("regex", pattern))
+
+    @classmethod
+    def ebnf(cls, rules: str) -> Self:
+        """Text of the rule ``root`` of a grammar in GBNF, the notation of llama.cpp: ``root ::= "yes" | "no"``."""
+        return cls("ebnf", _text("ebnf", rules))
+
+    @classmethod
+    def of(cls, given: object) -> "Grammar | None":
+        """A Grammar as it is; ``{"json_schema": …}`` and the like, as in a file of prompts."""
+        if given is None or isinstance(given, Grammar):
+            return given
+        if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in KINDS:
+            raise ValueError(
+                f"grammar must be a Grammar, or a mapping of one of {', '.join(KINDS)}, got {shown(given)}"
+            )
+        ((kind, value),) = given.items()
+        made: Grammar = getattr(cls, kind)(value)
+        return made
+
+
+def _text(name: str, given: object) -> str:
+    if not isinstance(given, str) or not given:
+        raise ValueError(f"{name} must be text, got {shown(given)}")
+    return given
+
+
+class GrammarCompiler:
+    """Compiles grammars for one tokenizer; the library keeps what it has compiled, so that a grammar is compiled once.
+
+    Raises ValueError where xgrammar is not installed or does not know the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary_size: int) -> None:
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise ValueError(f"grammar needs the library xgrammar (pip install 'cowbeam[grammar]'): {error}") from None
+        self._library: Any = xgrammar
+        self.vocabulary_size = vocabulary_size
+        try:
+            info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary_size)
+        except Exception as error:  # tokenizers come in as many kinds as there are libraries
+            raise ValueError(f"grammar: xgrammar does not know this tokenizer: {error}") from error
+        self._compiler: Any = xgrammar.GrammarCompiler(info)
+        self._not_in_json = [i for i, token in enumerate(info.decoded_vocab) if any(byte < 0x20 for byte in token)]
+
+    def compile(self, grammar: Grammar) -> "CompiledGrammar":
+        """Raises ValueError for what is no grammar."""
+        # Strings of a limited length may hold raw control characters in xgrammar 0.2.9, which JSON does not have.
+        permitted = self._all_but(self._not_in_json) if grammar.kind == "json_schema" else None
+        return CompiledGrammar(self._compiled(grammar), permitted)
+
+    def _all_but(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
+        bits = np.ones(-(-self.vocabulary_size // 32) * 32, np.uint8)
+        bits[token_ids] = 0
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+    def _compiled(self, grammar: Grammar) -> Any:
+        compiler = self._compiler
+        try:
+            if grammar.kind == "json_schema":
+                if grammar.text == "true":
+                    return compiler.compile_json_schema("{}", any_whitespace=False)
+                return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+            return (compiler.compile_regex if grammar.kind == "regex" else compiler.compile_grammar)(grammar.text)
+        except Exception as error:  # of the library's own, by no class of their own
+            text = str(error).strip().splitlines()
+            raise ValueError(
+                f"grammar: this {grammar.kind} cannot be used: {text[0][:200] if text else error!r}"
+            ) from error
+
+    def states(self, compiled: "CompiledGrammar", eos_ids: Sequence[int]) -> "GrammarStates":
+        """Of a new request, whose text ends by one of ``eos_ids``."""
+        matcher = self._library.GrammarMatcher(compiled.grammar, override_stop_tokens=list(eos_ids))
+        return GrammarStates(matcher, self.vocabulary_size, compiled.permitted)
+
+
+class CompiledGrammar(NamedTuple):
+    """The library's own; and a bit for each token, 0 for those that no text of this kind has: int32 [words]."""
+
+    grammar: Any
+    permitted: NDArray[np.int32] | None
+
+
+class GrammarStates:
+    """How far each live branch of one request is in the grammar, by rank. Before the first choice there is one branch.
+
+    A branch's state is a matcher of its own: its first child goes on with it, further ones fork it, which copies some
+    bytes a token, as fast as memory goes (2.5 µs up to 400 tokens, 6 µs at 1,600). Nothing is parsed twice. The state
+    of a branch that the grammar has no token for is None: a beam that only fills a place.
+    """
+
+    def __init__(self, matcher: Any, vocabulary_size: int, permitted: NDArray[np.int32] | None = None) -> None:
+        self._matchers: list[Any] = [matcher]
+        self.permitted = permitted  # anywhere
+        self._vocabulary_size = vocabulary_size
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words of a row of ``masks``."""
+        return -(-self._vocabulary_size // 32)
+
+    def fill_masks(self, masks: Any, start: int = 0) -> None:
+        """Which tokens may follow in the ranks from ``start`` on, a bit each: int32 [ranks, num_words] on the host."""
+        for row in range(len(masks)):
+            matcher = self._matchers[start + row]
+            if matcher is None:
+                masks[row] = 0
+            else:
+                matcher.fill_next_token_bitmask(masks, row)
+
+    def follow(self, parents: Sequence[int], token_ids: Sequence[int]) -> None:
+        """The live branches are those of ranks ``parents`` with a token more each."""
+        if len(self._matchers) == 1:
+            parents = [0] * len(parents)
+        taken: set[int] = set()
+        successors = []
+        for parent in parents:  # all forks first: taking a token changes a matcher
+            matcher = self._matchers[parent]
+            successors.append(matcher.fork() if matcher is not None and parent in taken else matcher)
+            taken.add(parent)
+        self._matchers = [
+            matcher if matcher is not None and _goes_on(matcher, token_id) else None
+            for matcher, token_id in zip(successors, token_ids, strict=True)
+        ]
+
+
+def _goes_on(matcher: Any, token_id: int) -> bool:
+    """It takes the token, and more may follow. (A beam that only fills a place may go on behind an EOS.)"""
+    return bool(matcher.accept_token(token_id)) and not matcher.is_terminated()
