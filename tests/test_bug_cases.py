@@ -2,11 +2,18 @@
 
 Each test is named after its case and tells the report's story. Cases whose law is shown at length elsewhere have a
 short test here all the same, so that the story is found. What cannot occur: a copy-on-write that one back end lacks
-(xLLM PR #1984) — there is one ``KVCache.copy`` for all of them, and ``test_paged_logits`` proves it is needed.
+(xLLM PR #1984) — there is one ``KVCache.copy`` for all of them, and ``test_paged_logits`` proves it is needed;
+tokens of one beam handed on with the length of another (C8, TensorRT-LLM PR #18711) — what a group generates is freed
+with it.
+
+Elsewhere: B1, B2 in ``test_stop_strings``; B6, B9 in ``test_processors``; B7, B8 in ``test_grammar``; log-probs that
+are lost or shifted (B14, D14) also in ``test_token_logprobs``.
 """
 
+import argparse
 import threading
 import time
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -16,6 +23,7 @@ from cowbeam.decoder.beam_search import BeamSearch
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branches import BranchTree
 from cowbeam.decoder.group import Group, KVBytes, Request
+from cowbeam.decoder.options import Parser, add_search_options, make_params
 from cowbeam.decoder.scheduler import worst_case_blocks
 from cowbeam.decoder.strategy import Candidate
 from fakes import FAMILIES, make_model, search_table, tiny_decoder, tiny_model
@@ -126,6 +134,72 @@ def test_a8_many_eos_ids() -> None:
     (want,) = transformers_generate(tiny_model("llama"), [[3, 1, 4]], settings)
     got = tiny_decoder("llama").generate([3, 1, 4], BeamSearchParams(**settings))
     assert [c.token_ids for c in got.completions] == [tuple(w.token_ids) for w in want]
+
+
+def test_a10_nothing_follows_an_end_however_beams_change_places() -> None:
+    """TensorRT-LLM PRs #12838, #13543: finished flags were overwritten when beams moved; K=128, max_tokens=8."""
+    eos_ids = list(range(20, 40))
+    params = BeamSearchParams(num_beams=128, num_return_sequences=128, max_new_tokens=8, eos_token_id=eos_ids)
+    result = tiny_decoder("llama").generate([3, 1, 4], params)
+    assert result.stats.steps <= 8
+    assert len({completion.token_ids for completion in result.completions}) == 128
+    for completion in result.completions:
+        assert 1 <= len(completion.token_ids) <= 8
+        assert not set(completion.token_ids[:-1]) & set(eos_ids), "an ended beam went on"
+        assert (completion.finish_reason == "eos") == (completion.token_ids[-1] in eos_ids)
+
+
+def test_a11_no_output_is_empty_where_the_search_ends_as_it_widens() -> None:
+    """TensorRT-LLM #19337: widths 16, 32, 100, and 84 of 100 outputs empty. Here one branch becomes 100 at once."""
+    for max_new_tokens in (1, 2, 3):
+        params = BeamSearchParams(
+            num_beams=100, num_return_sequences=100, max_new_tokens=max_new_tokens, eos_token_id=[]
+        )
+        completions = tiny_decoder("llama").generate([3, 1, 4], params).completions
+        # Of one token there are only as many sequences as the vocabulary has tokens.
+        assert len({completion.token_ids for completion in completions}) == (67 if max_new_tokens == 1 else 100)
+        assert {len(completion.token_ids) for completion in completions} == {max_new_tokens}
+
+
+def test_a12_every_setting_reaches_the_search() -> None:
+    """TensorRT-LLM PR #13633: length_penalty and early_stopping were dropped on the way, floats cut to integers.
+
+    From the outermost interface, the command's options: each of them changes what is found.
+    """
+    decoder, found = tiny_decoder("llama"), {}
+    for number, line in enumerate(("", "--length-penalty 5", "--length-penalty 0.4", "--early-stopping true")):
+        parser = Parser(argument_default=argparse.SUPPRESS)
+        add_search_options(parser.add_argument_group("search"))
+        common = "--num-beams 4 --num-return-sequences 4 --max-new-tokens 12 "
+        common += " ".join(f"--eos-token-id {token}" for token in range(20, 32))
+        options = vars(parser.parse_args([*common.split(), *line.split()]))
+        params = make_params(options, sample=options.pop("sample"))
+        result = decoder.generate([3, 1, 4], params)
+        found[number] = ([c.token_ids for c in result.completions], [c.score for c in result.completions])
+        for completion in result.completions:
+            exact = completion.cumulative_logprob / len(completion.token_ids) ** params.length_penalty  # type: ignore[union-attr]
+            assert completion.score == pytest.approx(exact, rel=1e-5)
+    assert len({str(one) for one in found.values()}) == len(found)
+
+
+def test_a14_a_batch_does_not_change_its_members() -> None:
+    """OpenNMT-py #137, #994: finished items were advanced while the batch ran; n-best depended on its size."""
+    decoder = tiny_decoder("qwen2")
+    params = BeamSearchParams(num_beams=3, num_return_sequences=3, max_new_tokens=12, eos_token_id=list(range(20, 26)))
+    prompts = [[1 + (7 * number + place) % 60 for place in range(1 + number % 9)] for number in range(30)]
+    alone = [[c.token_ids for c in decoder.generate(prompt, params).completions] for prompt in prompts]
+    together = [[c.token_ids for c in result.completions] for result in decoder.generate(prompts, params)]
+    assert together == alone
+
+
+def test_a15_the_search_ends_when_it_is_over() -> None:
+    """vLLM 0.33 runs max_tokens steps, finished or not: all beams end by token 5, and 500 were allowed."""
+    decoder = tiny_decoder("llama")
+    free = decoder.generate([3, 1, 4], BeamSearchParams(num_beams=1, max_new_tokens=5, eos_token_id=[]))
+    eos_ids = sorted({*range(67)} - {*free.completions[0].token_ids[:4]})
+    params = BeamSearchParams(num_beams=4, max_new_tokens=500, early_stopping=True, eos_token_id=eos_ids)
+    result = decoder.generate([3, 1, 4], params)
+    assert result.stats.steps <= 6
 
 
 @pytest.mark.parametrize("num_beams", [4, 5])
@@ -246,6 +320,40 @@ def test_c6_all_beams_hold_the_prompts_blocks() -> None:
         full = {branch.block_table[:2] for branch in frame.branches}
         assert len(full) <= 1, "the prompt's full blocks are the same for all"
         assert all(frame.sharers[block] == 5 for table in full for block in table)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_c7_a_step_that_raises_leaves_everything_as_it_was(looks_ahead: bool) -> None:
+    """TensorRT-LLM PR #15444: after an exception ids in flight stayed, and the next change of width aborted.
+
+    Blocks, tables and random numbers: the next request is answered as if nothing had been.
+    """
+    model = make_model("llama", FAMILIES["llama"])
+    decoder = Decoder(model, block_size=4, num_blocks=256)
+    decoder._engine._looks_ahead = looks_ahead  # type: ignore[union-attr]
+    params = [
+        BeamSearchParams(num_beams=5, num_return_sequences=5, max_new_tokens=9, eos_token_id=[]),
+        SamplingParams(num_return_sequences=4, max_new_tokens=9, seed=3, eos_token_id=[]),
+    ]
+
+    def run() -> list[list[tuple[int, ...]]]:
+        return [[c.token_ids for c in result.completions] for result in decoder.generate([[3, 1, 4], [9, 2]], params)]
+
+    wanted = run()
+    for fails_at in (0, 1, 2, 5):
+        calls = iter(range(100))
+
+        def fail(*_: object, fails_at: int = fails_at, calls: Iterator[int] = calls) -> None:
+            if next(calls) == fails_at:
+                raise MemoryError("in the middle of a step")
+
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError, match="in the middle of a step"):
+            run()
+        hook.remove()
+        decoder.check_integrity()
+        assert decoder.num_free_blocks == decoder.num_blocks
+        assert run() == wanted
 
 
 def test_c10_admission_counts_the_shared_prompt_once() -> None:

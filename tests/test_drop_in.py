@@ -27,6 +27,8 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     T5Config,
+    TextIteratorStreamer,
+    TextStreamer,
     WatermarkingConfig,
     pipeline,
 )
@@ -123,7 +125,12 @@ def random_processors(rng: random.Random) -> dict[str, Any]:
         "sequence_bias": lambda: [[tokens(1), 2.0], [tokens(2), -3.0]],
         "suppress_tokens": lambda: tokens(4),
         "begin_suppress_tokens": lambda: tokens(9),
+        "forced_bos_token_id": lambda: tokens(1)[0],
         "forced_eos_token_id": lambda: tokens(1)[0],
+        "encoder_repetition_penalty": lambda: rng.choice([1.3, 0.8]),
+        "encoder_no_repeat_ngram_size": lambda: rng.choice([1, 2]),
+        "min_length": lambda: rng.randint(3, 20),
+        "stop_strings": lambda: rng.sample(["e", "th", " br", "n f", "fox", "s"], 2),
         "exponential_decay_length_penalty": lambda: (2, 1.2),
         "renormalize_logits": lambda: True,
         "remove_invalid_values": lambda: True,
@@ -134,7 +141,8 @@ def random_processors(rng: random.Random) -> dict[str, Any]:
         "stopping_criteria": lambda: StoppingCriteriaList([StopsBySum()]),
     }
     chosen = rng.sample(sorted(possible), rng.choice([0, 1, 1, 2, 3, 4]))
-    return {name: possible[name]() for name in chosen}
+    call = {name: possible[name]() for name in chosen}
+    return call | ({"tokenizer": tiny_tokenizer(VOCABULARY)} if "stop_strings" in call else {})
 
 
 def random_warpers(rng: random.Random) -> dict[str, Any]:
@@ -144,6 +152,7 @@ def random_warpers(rng: random.Random) -> dict[str, Any]:
         "top_p": rng.choice([0.9, 0.4]),
         "min_p": rng.choice([0.02, 0.2]),
         "typical_p": 0.8,
+        "top_h": 0.5,
         "epsilon_cutoff": 0.01,
         "eta_cutoff": 0.01,
     }
@@ -248,6 +257,7 @@ def close(wanted: Tensor, got: Tensor) -> bool:
     return torch.allclose(wanted, got, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_attached_is_transformers(chunk: int) -> None:
     """Tokens, beam indices, scores, logits and errors of random calls, random numbers included."""
@@ -256,6 +266,7 @@ def test_attached_is_transformers(chunk: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("chunk", range(6, 40))
 def test_attached_is_transformers_at_length(chunk: int) -> None:
     for seed in range(chunk * SETTINGS_A_CHUNK, (chunk + 1) * SETTINGS_A_CHUNK):
@@ -335,6 +346,56 @@ def test_text() -> None:
     assert decoded_by_cowbeam(records)
     detach(model)
     assert written == write()
+
+
+@pytest.mark.parametrize("call", [{"do_sample": False}, {"do_sample": True, "stop_strings": ["he q", "ox"]}])
+def test_text_streamers(call: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """One that prints, and one that another thread reads: both get the text of the call, and end."""
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    model: Any = attach(copy.deepcopy(tiny_model("llama")), block_size=4)
+    inputs = tokenizer(["the fox"], return_tensors="pt", return_token_type_ids=False).to(DEVICE)
+    call = {"max_new_tokens": 20, "pad_token_id": 0, "tokenizer": tokenizer, **call}
+
+    def run(generate: Callable[..., Any], streamer: BaseStreamer) -> list[int]:
+        torch.manual_seed(3)
+        return generate(**inputs, **call, streamer=streamer)[0, inputs["input_ids"].shape[1] :].tolist()
+
+    printed = []
+    for generate in (functools.partial(own_generate, model), model.generate):
+        tokens = run(generate, TextStreamer(tokenizer, skip_prompt=True))
+        printed.append((tokens, capsys.readouterr().out))
+    assert printed[0] == printed[1]
+    assert printed[1][1] == tokenizer.decode(printed[1][0]) + "\n"
+    read = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+    thread = threading.Thread(target=run, args=(model.generate, read))
+    thread.start()
+    assert "".join(read) == tokenizer.decode(printed[1][0])
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_pipeline() -> None:
+    """Samples and beams of several texts at once, as they come without cowbeam."""
+    tokenizer = tiny_tokenizer(VOCABULARY)
+    model: Any = attach(copy.deepcopy(tiny_model("qwen2")), block_size=4)
+    calls: list[dict[str, Any]] = [
+        {"do_sample": True, "num_return_sequences": 3, "temperature": 0.8},
+        {"num_beams": 4, "num_return_sequences": 2, "do_sample": False},
+    ]
+
+    def write(call: dict[str, Any]) -> Any:
+        torch.manual_seed(0)
+        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=2)
+        return pipe(["the fox", "a box of dogs"], max_new_tokens=8, pad_token_id=0, **call)
+
+    got = []
+    for call in calls:
+        with heard() as records:
+            got.append(write(call))
+        assert decoded_by_cowbeam(records)
+        assert not warnings_of(records)
+    detach(model)
+    assert got == [write(call) for call in calls]
 
 
 FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
