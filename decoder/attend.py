@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import NUMBER
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
+from cowbeam.decoder.model_levels import UnpageableError
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
 from cowbeam.kernels.prefill import packed_causal_attention
@@ -145,10 +146,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query ``[batch, heads, length, dim]`` → ``[batch, length, heads, dim]``."""
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
+        raise UnpageableError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
     for name in ("position_bias", "indices", "block_indices", "attn_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} attends with {name}, which cannot be paged")
+            raise UnpageableError(f"{type(module).__name__} attends with {name}, which cannot be paged")
     batch, heads, length, dim = query.shape
     scale = dim**-0.5 if scaling is None else scaling
     query = query.transpose(1, 2).reshape(batch * length, heads, dim)

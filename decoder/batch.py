@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cowbeam.decoder.blocks import BlockCopy
+from cowbeam.decoder.branch_states import StateOwner
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.group import Group
 from cowbeam.kernels.advance import StepRows
@@ -26,6 +27,7 @@ class DecodeInputs(StepRows):
 
     group_starts: Tensor  # [rows] bool: a group begins with this row
     widest_group: int  # rows of the largest group
+    owners: Sequence[StateOwner] = ()  # each row's branch, which holds its dense states where the model has such
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Batch:
             copy_sources=copies_[0],
             copy_destinations=copies_[1],
             widest_group=max(map(len, layout.rows_of_group)),
+            owners=branches,
         )
 
 

@@ -43,7 +43,7 @@ class Event(NamedTuple):
 class Branch:
     """One live token chain: its last block, its last token, and how many of its tokens have a slot."""
 
-    __slots__ = ("branch_id", "last_block", "last_token", "num_slots", "row")
+    __slots__ = ("branch_id", "last_block", "last_token", "num_slots", "row", "state")
 
     def __init__(self, branch_id: int, last_block: Block | None, last_token: Token | None, num_slots: int) -> None:
         self.branch_id = branch_id
@@ -51,6 +51,7 @@ class Branch:
         self.last_token = last_token
         self.num_slots = num_slots
         self.row: int | None = None  # its line in the device's table of the last step; children start from it
+        self.state: object | None = None  # what recurrent layers keep of it; a value, which forks share
 
     @property
     def block_table(self) -> list[BlockId]:
@@ -102,13 +103,14 @@ class BranchTree:
             if link is not None:
                 link.ref_count += 1
         child = self._add(Branch(self._next_id, parent.last_block, parent.last_token, parent.num_slots))
-        child.row = parent.row
+        child.row, child.state = parent.row, parent.state
         self._record(Event("fork", branch=child.branch_id, source=parent.branch_id))
         return child
 
     def free(self, branch: Branch) -> None:
         """Drop ``branch``; blocks and tokens that only it held are gone with it."""
         del self.branches[branch.branch_id]
+        branch.state = None  # a step's inputs may hold the branch for a while
         self._record(Event("prune", branch=branch.branch_id))
         self.num_tokens -= len(release(branch.last_token))
         freed = self.pool.release(branch.last_block)

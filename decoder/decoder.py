@@ -19,6 +19,7 @@ from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
 from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
+from cowbeam.decoder.model_levels import Level
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
@@ -27,6 +28,9 @@ from cowbeam.decoder.trial import attention_path, check_choices, try_out
 Prompt = str | Sequence[int]
 
 DEFAULT_KV_MEMORY = 2 * 2**30  # bytes, on a CPU: memory that is never written is never taken
+MAX_EMPTY_BLOCKS = 2**16
+# On a GPU there is room beside the pool for the dense states of this many branches, before and after a step.
+STATES_BESIDE_POOL = 64
 
 
 class Decoder:
@@ -322,6 +326,15 @@ class Decoder:
         """Blocks that nobody holds."""
         return self._running_engine().pool.num_free
 
+    @property
+    def level(self) -> Level:
+        """How the model is decoded over blocks: see ``model_levels``."""
+        return self._adapter.level
+
+    def describe(self) -> str:
+        """How the model is decoded, in a sentence."""
+        return self._adapter.description
+
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
         self._running_engine().check_integrity()
@@ -414,9 +427,11 @@ def _blocks_that_fit(
 ) -> int:
     """As many as memory holds: on a GPU what is left after the weights and a trial step, on a CPU ``kv_memory``."""
     bytes_per_block = block_size * kv_bytes(shapes).per_token
+    if not bytes_per_block:  # no layer keeps K/V: blocks only count tokens
+        return MAX_EMPTY_BLOCKS
     memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
     if kv_memory is None and adapter.device.type == "cuda":
-        memory = int(memory_fraction * _left_after_trial_step(adapter))
+        memory = int(memory_fraction * _left_after_trial_step(adapter)) - 2 * STATES_BESIDE_POOL * adapter.state_bytes
     if memory < bytes_per_block:
         raise ValueError(f"{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
     return memory // bytes_per_block

@@ -85,7 +85,8 @@ class Engine:
         self._graphs = StepGraphs(adapter, cache)
         self._lookahead = Lookahead(self._graphs, cache.block_size, cache.scratch_block)
         # A host that computes the step itself has nothing to overlap.
-        self._looks_ahead = adapter.device.type == "cuda" if looks_ahead is None else looks_ahead
+        looks_ahead = adapter.device.type == "cuda" if looks_ahead is None else looks_ahead
+        self._looks_ahead = looks_ahead and adapter.can_look_ahead
         self._num_blocks = num_blocks
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
@@ -210,8 +211,9 @@ class Engine:
             group.plant()
             group.measure()
         prompts = [group.request.prompt_token_ids for group in groups]
-        tables = [group.branches[0].block_table for group in groups]
-        logits = self._adapter.prefill(self._cache, prompts, tables)
+        branches = [group.branches[0] for group in groups]
+        tables = [branch.block_table for branch in branches]
+        logits = self._adapter.prefill(self._cache, prompts, tables, branches)
         self._tally.prefill_tokens += sum(map(len, prompts))
         for group in groups:
             self._batch.add_prompt(group)
@@ -297,6 +299,7 @@ class Engine:
         result = group.result(
             texts,
             self._adapter.path,
+            level=self._adapter.level,
             cuda_graphs=self._graphs.is_capturing,
             compiled=self._adapter.is_compiled,
         )

@@ -143,7 +143,13 @@ class Group:
         self.branches = []
 
     def result(
-        self, texts: Sequence[str], attention: str, *, cuda_graphs: bool = False, compiled: bool = False
+        self,
+        texts: Sequence[str],
+        attention: str,
+        *,
+        level: int = 1,
+        cuda_graphs: bool = False,
+        compiled: bool = False,
     ) -> DecodeResult:
         """The finished request; ``texts`` are of ``hypotheses``, in their order."""
         stats = DecodeStats(
@@ -155,6 +161,7 @@ class Group:
             bytes_per_block=self.tree.pool.block_size * self._kv_bytes.per_token,
             block_size=self.tree.pool.block_size,
             peak_memory=self._memory(self._peak_blocks, self._peak_tokens, self._peak_copied),
+            level=level,
             attention=attention,
             cuda_graphs=cuda_graphs,
             compiled=compiled,

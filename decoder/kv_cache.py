@@ -115,7 +115,7 @@ def kv_layout(shapes: Sequence[LayerShape], pool_bytes: int) -> KVLayout:
     """The layout of these layers."""
     widths = {(shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype.itemsize) for shape in shapes}
     per_token = kv_bytes(shapes).per_token
-    heads, key_dim, value_dim, item_bytes = widths.pop()
-    if widths or key_dim != value_dim:
+    heads, key_dim, value_dim, item_bytes = widths.pop() if widths else (0, 0, 0, 0)
+    if widths or key_dim != value_dim or not shapes:
         return KVLayout(len(shapes), None, None, None, per_token, pool_bytes)
     return KVLayout(len(shapes), heads, key_dim, item_bytes, per_token, pool_bytes)

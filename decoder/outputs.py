@@ -49,7 +49,8 @@ class DecodeStats:
 
     ``steps``: forward passes it took part in. ``prefill_tokens``: prompt tokens computed, each once.
     ``decode_tokens``: generated tokens computed. ``peak_blocks`` and ``peak_memory``: of this request alone.
-    ``attention``: the path its steps took ("triton" or "torch"). ``cuda_graphs``: they were replayed, not launched
+    ``level``: how the model's K/V get into blocks (``model_levels``). ``attention``: the path its steps took ("triton",
+    "torch", or "gathered": the model's own over gathered K/V). ``cuda_graphs``: they were replayed, not launched
     kernel by kernel. ``compiled``: by layers that torch compiled. ``seconds``: from the call to the result, waiting for
     a place included.
     """
@@ -62,6 +63,7 @@ class DecodeStats:
     bytes_per_block: int
     block_size: int
     peak_memory: MemoryUse
+    level: int
     attention: str
     cuda_graphs: bool
     compiled: bool

@@ -85,7 +85,9 @@ class PagedRows:
 
     def _prefill(self, groups: Sequence[Group]) -> Tensor:
         prompts = [group.request.prompt_token_ids for group in groups]
-        return self._adapter.prefill(self.memory.cache, prompts, [group.branches[0].block_table for group in groups])
+        branches = [group.branches[0] for group in groups]
+        tables = [branch.block_table for branch in branches]
+        return self._adapter.prefill(self.memory.cache, prompts, tables, branches)
 
     def reorder(self, parents: Tensor) -> None:
         """Row r of the next step continues row ``parents[r]``, of the same prompt; [rows]."""

@@ -53,7 +53,7 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
         if value is not None and name not in _HARMLESS:
             return f"the argument {name} is not supported"
     cache = given_cache(kwargs)
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or _is_filled(cache)):
         return "a given cache is not supported"
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         return "a prompt without token ids is not supported"
@@ -66,6 +66,13 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
 def given_cache(kwargs: dict[str, Any]) -> Any:
     """The cache among these arguments, whatever this version calls it."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def _is_filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:  # no layer of it keeps K/V, and so none knows a length
+        return bool(cache.has_previous_state())
 
 
 def _turns_by_length(config: Any) -> bool:

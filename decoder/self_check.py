@@ -10,6 +10,7 @@ from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.model_levels import UnpageableError
 from cowbeam.decoder.params import SamplingParams
 from cowbeam.decoder.scheduler import worst_case_blocks
 from cowbeam.decoder.strategy import Candidate
@@ -21,7 +22,7 @@ TOLERANCE_HALF = 0.2
 
 
 def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int, num_branches: int = 3) -> None:
-    """Decode a short prompt through a fork and compare. Raises ValueError if the logits differ.
+    """Decode a short prompt through a fork and compare. Raises UnpageableError if the logits differ.
 
     A prompt of odd length is prefilled, forked in the middle of a block and each of the branches given other tokens:
     a write into the shared block, a read of another branch's or a wrong one of several copies shows.
@@ -31,9 +32,9 @@ def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_si
     prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
     appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(num_branches)]
     error = _relative_error(adapter, shapes, block_size, prompt, appended)
-    tolerance = TOLERANCE.get(shapes[0].dtype, TOLERANCE_HALF)
+    tolerance = TOLERANCE.get(adapter.model.dtype, TOLERANCE_HALF)
     if not error <= tolerance:
-        raise ValueError(
+        raise UnpageableError(
             f"{type(adapter.model).__name__} cannot be decoded over KV blocks: its paged logits differ from its own "
             f"by {error:.1e} (relative, {tolerance:g} allowed)"
         )
@@ -73,7 +74,8 @@ def _paged_logits(
     batch = Batch(block_size, adapter.device, cache.scratch_block)
     group.plant()
     batch.add_prompt(group)
-    first = adapter.prefill(cache, [prompt], [group.branches[0].block_table])[0]
+    planted = group.branches[0]
+    first = adapter.prefill(cache, [prompt], [planted.block_table], [planted])[0]
     logits = [[first] for _ in appended]
     for step in range(steps):
         group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])
