@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from cowbeam.decoder.adapters import inside_wrapper
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine, Run, Watch
@@ -37,7 +38,7 @@ class Decoder:
     """Decodes beams and parallel samples of one model over copy-on-write KV blocks.
 
     Args:
-        model: any transformers causal LM, loaded and in eval mode.
+        model: any transformers causal LM, loaded and in eval mode; or one with adapters of PEFT in its layers (LoRA).
         tokenizer: needed for prompts and completions as text.
         block_size: slots a block, a power of two (the Triton path takes 8 and more).
         num_blocks: size of the pool; None derives it from memory.
@@ -63,6 +64,7 @@ class Decoder:
         attention: Literal["auto", "triton", "torch"] = "auto",
         compile: bool | None = None,
     ) -> None:
+        model = inside_wrapper(model)
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
         check_choices(block_size, compile)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cowbeam.decoder.adapters import switches_of
 from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.branch_states import StateOwner
@@ -40,13 +41,13 @@ def first_line(error: Exception) -> str:
 
 
 def _parts_of(model: PreTrainedModel) -> list[Hashable]:
-    """What a captured step of the model is bound to: where its tensors lie, its hooks, its modules' functions."""
+    """What a captured step of the model is bound to: where its tensors lie, hooks, adapters, its modules' functions."""
     found: list[Hashable] = []
     for module in model.modules():
         tensors: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
         found.append(id(type(module)))
         found += [place_of(tensor) for tensor in tensors if type(tensor) in (torch.nn.Parameter, Tensor)]
-        found += [*module._forward_pre_hooks, *module._forward_hooks]
+        found += [*module._forward_pre_hooks, *module._forward_hooks, switches_of(module)]
         if "forward" in module.__dict__:
             found.append(id(module.__dict__["forward"]))
     return found

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cowbeam.decoder.adapters import has_adapters_by_row
 from cowbeam.decoder.model_adapter import ModelAdapter
 
 CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
@@ -49,6 +50,10 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
         return "synced_gpus is not supported"
     if adapter.path == "triton" and torch.is_autocast_enabled(adapter.device.type):
         return "autocast is not supported: a captured step keeps the types it was captured with"
+    if "prepare_inputs_for_generation" in vars(adapter.model):
+        return "the model's inputs are prepared in a way of its owner's (prompt learning, say)"
+    if has_adapters_by_row(adapter.model):
+        return "an adapter of its own for each row is not supported"
     for name, value in kwargs.items():
         if value is not None and name not in _HARMLESS:
             return f"the argument {name} is not supported"
