@@ -20,6 +20,7 @@ from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import NUMBER
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_levels import UnpageableError
+from cowbeam.decoder.placement import on_device
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
 from cowbeam.kernels.prefill import packed_causal_attention
@@ -45,6 +46,16 @@ class PrefillStep:
     block_tables: Tensor
     plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
     writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
+    elsewhere: dict[torch.device, "PrefillStep"] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "PrefillStep":
+        """The step for layers that lie on ``device``."""
+        if device == self.slots.device:
+            return self
+        if device not in self.elsewhere:
+            slots, block_tables = self.slots.to(device), self.block_tables.to(device)
+            self.elsewhere[device] = PrefillStep(self.cache, self.path, slots, self.prompt_lengths, block_tables)
+        return self.elsewhere[device]
 
     def attend(self, call: "AttentionCall") -> Tensor:
         """SDPA a prompt, except where scores are capped or a sink joins: those go through the paged kernel."""
@@ -86,6 +97,15 @@ class DecodeStep:
     inputs: DecodeInputs
     plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
     writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
+    elsewhere: dict[torch.device, "DecodeStep"] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "DecodeStep":
+        """The step for layers that lie on ``device``."""
+        if device == self.slots.device:
+            return self
+        if device not in self.elsewhere:
+            self.elsewhere[device] = DecodeStep(self.cache, self.path, self.inputs.to(device))
+        return self.elsewhere[device]
 
     @property
     def slots(self) -> Tensor:
@@ -183,8 +203,11 @@ def _current_step() -> "PrefillStep | DecodeStep | ProbeStep":
 
 
 def _write_and_attend(step: "PrefillStep | DecodeStep", call: "AttentionCall") -> Tensor:
-    step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
-    return step.attend(call)
+    device = call.key.device
+    step = step.on(device)
+    with on_device(device):
+        step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
+        return step.attend(call)
 
 
 @torch.library.custom_op("cowbeam::attend", mutates_args=())

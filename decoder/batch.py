@@ -6,7 +6,7 @@ the context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ class DecodeInputs(StepRows):
     group_starts: Tensor  # [rows] bool: a group begins with this row
     widest_group: int  # rows of the largest group
     owners: Sequence[StateOwner] = ()  # each row's branch, which holds its dense states where the model has such
+
+    def to(self, device: torch.device) -> "DecodeInputs":
+        """The same there, for layers that lie there."""
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.lookahead import Landing, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.placement import on_device
 from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
@@ -145,12 +146,13 @@ class Engine:
         started = time.perf_counter()
         self._in_turn = True
         try:
-            # What is in flight lands first: its rows are those of the groups that run now.
-            admitted = self._scheduler.admit() if self._flight is None else []
-            if admitted:
-                self._prefill(admitted)
-            else:
-                self._decode()
+            with on_device(self._adapter.device):
+                # What is in flight lands first: its rows are those of the groups that run now.
+                admitted = self._scheduler.admit() if self._flight is None else []
+                if admitted:
+                    self._prefill(admitted)
+                else:
+                    self._decode()
         except BaseException as error:
             # The turn may have stopped anywhere: no state of it is worth keeping.
             self._fail_all(error)

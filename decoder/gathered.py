@@ -18,6 +18,7 @@ from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.branch_states import StateOwner, StateRows, give, take
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_levels import cache_layers, cache_parameter, has_kv, has_states
+from cowbeam.decoder.placement import on_device
 
 
 class _Call(Protocol):
@@ -67,7 +68,8 @@ class _Blocks:
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         kv = self._cache.layers[self._numbers[layer]]
         slots, read = self._on(key.device)
-        kv.write(_by_token(key), _by_token(value), slots, {})
+        with on_device(key.device):
+            kv.write(_by_token(key), _by_token(value), slots, {})
         if read is None:
             return key, value
         return _gather(kv.key, read), _gather(kv.value, read)
@@ -215,7 +217,7 @@ class GatheredModel:
         assert self._cache_parameter is not None, "a model that takes no cache is on no level"
         given: dict[str, Any] = {self._cache_parameter: cache, **taken}
         out = self._forward(input_ids=token_ids, use_cache=True, **given)
-        logits: Tensor = out.logits[:, -1]
+        logits: Tensor = out.logits[:, -1].to(token_ids.device)
         return logits
 
     def _cache(self, call: _Call, states: Sequence[Any]) -> Cache:

@@ -26,6 +26,7 @@ from cowbeam.decoder.fused_linear import FusedLinears, find_groups, place_of
 from cowbeam.decoder.gathered import GatheredModel
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_levels import Level, UnpageableError, levels_of, refuse_unsupported
+from cowbeam.decoder.placement import entry_device, is_on_one_device
 
 logger = logging.getLogger("cowbeam")
 
@@ -64,7 +65,8 @@ class ModelAdapter:
         self._kernels: AttentionPath = path
         embedding = model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor), "the input embedding is a matrix"
-        self.device = embedding.device
+        self.device = entry_device(model)
+        self.is_on_one_device = is_on_one_device(model)
         self.vocabulary_size = len(embedding)  # token ids the embedding knows
         configs = (getattr(module, "config", None) for module in model.modules())
         self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
@@ -98,6 +100,11 @@ class ModelAdapter:
         return self.level < 3
 
     @property
+    def can_capture(self) -> bool:
+        """A step is a chain of launches on one GPU, the host waits for none of them, and weights lie where they lie."""
+        return self.path == "triton" and self.device.type == "cuda" and self.is_on_one_device
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the dense states that a branch has beside its K/V."""
         return self._gathered.state_bytes if self.level == 3 else 0
@@ -128,8 +135,6 @@ class ModelAdapter:
         if self.level > 1:
             return self._gathered.probe(num_tokens, self.device)
         step = self._probe(num_tokens)
-        if any(shape.device != self.device for shape in step.shapes.values()):
-            raise UnpageableError("the model's layers lie on several devices: cowbeam decodes on one")
         layers = sorted(step.shapes)
         if not layers or layers != list(range(len(layers))):
             name = type(self.model).__name__
@@ -252,7 +257,7 @@ class ModelAdapter:
         ids = torch.tensor([token_ids], device=self.device)
         with torch.inference_mode(), self._implementation("eager" if self.level == 1 else None):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
-        return logits
+        return logits.to(self.device)
 
     def _run_as_it_is(self, **inputs: Any) -> Any:
         """The model's forward pass with its owner's attention."""
@@ -270,7 +275,7 @@ class ModelAdapter:
                 out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
         finally:
             STEP.reset(token)
-        logits: Tensor = out.logits
+        logits: Tensor = out.logits.to(self.device)
         return logits if last is None or keep else logits[:, last]
 
     @contextmanager

@@ -18,6 +18,7 @@ from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.params import SamplingParams
+from cowbeam.decoder.placement import on_device
 from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
 from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.strategy import Continuation
@@ -79,7 +80,8 @@ class PagedRows:
             group.plant()
             self._batch.add_prompt(group)
         self.peak_blocks = self._pool.num_live
-        logits = [self._prefill(groups) for groups in _passes(self._groups)]
+        with on_device(self._adapter.device):
+            logits = [self._prefill(groups) for groups in _passes(self._groups)]
         widths = torch.tensor([group.strategy.width for group in self._groups], device=self._adapter.device)
         return torch.cat(logits).repeat_interleave(widths, dim=0)
 
@@ -108,7 +110,8 @@ class PagedRows:
         self._check_room(groups)
         layout = lay_out(groups)
         self.peak_blocks = max(self.peak_blocks, self._pool.num_live)
-        logits = self.memory.graphs.decode(self._batch.upload(layout))
+        with on_device(self._adapter.device):
+            logits = self.memory.graphs.decode(self._batch.upload(layout))
         # Finite logits for rows that have ended too: no processor stumbles over them.
         row_of = [0] * self._num_rows
         for rows, of_group in zip((live for live in self._live if live), layout.rows_of_group, strict=True):

@@ -119,7 +119,7 @@ class StepGraphs:
         self._captured: dict[_Bucket, CapturedStep] = {}
         self._version = adapter.version
         self.pool: Any = None  # of graph memory, shared: only one graph runs at a time
-        self.is_capturing = adapter.path == "triton" and adapter.device.type == "cuda"
+        self.is_capturing = adapter.can_capture
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> Tensor:

@@ -12,6 +12,7 @@ from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.kv_cache import LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.model_levels import UnpageableError
+from cowbeam.decoder.placement import entry_device, on_device
 from cowbeam.decoder.self_check import check_paged_logits
 
 logger = logging.getLogger("cowbeam")
@@ -32,7 +33,8 @@ def attention_path(attention: str, model: PreTrainedModel, block_size: int) -> A
 
     Raises ValueError where the wish cannot be granted.
     """
-    on_cuda = model.device.type == "cuda"
+    device = entry_device(model)
+    on_cuda = device.type == "cuda"
     triton_can = on_cuda and block_size >= 8 and model.dtype != torch.float64
     if attention == "torch" or (attention == "auto" and not triton_can):
         return "torch"
@@ -41,7 +43,7 @@ def attention_path(attention: str, model: PreTrainedModel, block_size: int) -> A
     if block_size < 8:
         raise ValueError(f'attention="triton" needs a block_size of 8 or more, got {block_size}')
     if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f'attention="triton" needs a CUDA device; the model is on {model.device}')
+        raise ValueError(f'attention="triton" needs a CUDA device; the model is on {device}')
     return "triton"
 
 
@@ -54,7 +56,8 @@ def try_out(adapter: ModelAdapter, block_size: int, *, compile: bool) -> list[La
     for level in adapter.levels:
         adapter.level = level
         try:
-            shapes = _try_level(adapter, block_size, compile=compile and level == 1)
+            with on_device(adapter.device):
+                shapes = _try_level(adapter, block_size, compile=compile and level == 1 and adapter.is_on_one_device)
         except UnpageableError as error:
             if level == adapter.levels[-1]:
                 raise
