@@ -22,6 +22,7 @@ from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.branch_states import StateOwner
 from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
 from cowbeam.decoder.cpu_linear import CPULinears, is_faster_here
+from cowbeam.decoder.experts import BatchedExperts
 from cowbeam.decoder.fused_linear import FusedLinears, find_groups, place_of
 from cowbeam.decoder.gathered import GatheredModel
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
@@ -76,6 +77,7 @@ class ModelAdapter:
         self._fused = FusedLinears([])
         self._on_cpu = self._find_cpu_linears()
         self._compiled: CompiledLayers | None = None
+        self._batched_experts: BatchedExperts | None = None
         self._parts: list[Hashable] = []
         self.version = 0
 
@@ -187,6 +189,13 @@ class ModelAdapter:
         kinds = [(type(layer), shape.sliding_window) for layer, shape in zip(layers, shapes, strict=True)]
         self._compiled = CompiledLayers(layers, kinds, self._attention_modules, backend)
 
+    def batch_experts(self) -> bool:
+        """Compute experts without a question to the device from now on, in decode steps. False if nothing changes."""
+        if self._batched_experts is not None:
+            return False
+        self._batched_experts = BatchedExperts(self.model)
+        return bool(self._batched_experts)
+
     def stop_compiling(self, reason: str) -> None:
         """Run decode steps by the model's own layers again."""
         logger.warning("%s decodes without compiled layers: %s", type(self.model).__name__, reason)
@@ -246,7 +255,9 @@ class ModelAdapter:
         if self.level > 1:
             return self._gathered.decode(cache, inputs)
         step = DecodeStep(cache, self._kernels, inputs)
-        return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
+        experts = self._batched_experts
+        with _SWITCH, experts.in_place(len(inputs.token_ids)) if experts else nullcontext():
+            return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 
     def own_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The model's own answer, nothing of cowbeam in it: logits ``[tokens, vocabulary]``.

@@ -160,6 +160,8 @@ class StepGraphs:
             raise
         except RuntimeError as error:
             # A forward pass that waits for the device cannot be captured; nothing of the step is lost by that.
+            if self._adapter.batch_experts():
+                return self._capture(bucket, inputs)
             name = type(self._adapter.model).__name__
             logger.warning("%s decodes without CUDA graphs: %s", name, str(error).splitlines()[0])
             self.is_capturing = False
