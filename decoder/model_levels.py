@@ -28,7 +28,7 @@ _STATE_LAYERS = (
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 _KERNELS_KNOW = {"full_attention", "sliding_attention"}
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24, and before; of Mamba before
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # since transformers 5.24; before; of Mamba before
 
 
 class UnpageableError(ValueError):
@@ -77,7 +77,7 @@ def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
 def cache_parameter(model: PreTrainedModel) -> str | None:
     """What the model's forward pass calls its cache."""
     parameters = _forward_parameters(model)
-    return next((name for name in _CACHE_NAMES if name in parameters), None)
+    return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def has_states(layer: Any) -> bool:

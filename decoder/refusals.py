@@ -7,8 +7,8 @@ from torch import Tensor
 
 from cowbeam.decoder.adapters import has_adapters_by_row
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.model_levels import CACHE_NAMES
 
-CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 # What `generate` hands to its loops, with no meaning that blocks could miss.
 _HARMLESS = (
     "attention_mask",
