@@ -5,9 +5,9 @@ from there, left-padded as in a batch of transformers' own. One layer's gathered
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from cowbeam.decoder.branch_states import StateOwner, StateRows, give, take
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_levels import cache_layers, cache_parameter, has_kv, has_states
 from cowbeam.decoder.placement import on_device
+from cowbeam.kernels.cache_ops import read_kv
 
 
 class _Call(Protocol):
@@ -44,56 +45,50 @@ class _Probe:
         return key, value
 
 
-class _Past(NamedTuple):
-    """Slots that a pass reads, ``[rows, tokens]``; where ``padding`` is set, what they say is no matter."""
-
-    slots: Tensor
-    padding: Tensor
-
-    def to(self, device: torch.device) -> "_Past":
-        return _Past(self.slots.to(device), self.padding.to(device))
-
-
 class _Blocks:
-    """Writes the pass's K/V into ``slots`` and gathers ``read``; None where nothing lies before the pass's tokens."""
+    """Writes the pass's K/V into ``slots``, [tokens], and gathers the slots ``read``, [rows, tokens].
 
-    def __init__(self, cache: KVCache, numbers: dict[int, int], slots: Tensor, read: _Past | None, past: int) -> None:
+    ``read`` is None where nothing lies before the pass's own tokens.
+    """
+
+    def __init__(self, cache: KVCache, numbers: dict[int, int], slots: Tensor, read: Tensor | None, past: int) -> None:
         self.past = past
         self._cache = cache
         self._numbers = numbers
         self._slots = slots
         self._read = read
-        self._on_device: dict[torch.device, tuple[Tensor, _Past | None]] = {}
+        self._there: dict[torch.device, _BlocksThere] = {}
 
     def update(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         kv = self._cache.layers[self._numbers[layer]]
-        slots, read = self._on(key.device)
+        there = self._on(key.device)
         with on_device(key.device):
-            kv.write(_by_token(key), _by_token(value), slots, {})
-        if read is None:
+            kv.write(_by_token(key), _by_token(value), there.slots, there.writes)
+        if there.read is None:
             return key, value
-        return _gather(kv.key, read), _gather(kv.value, read)
+        return read_kv(kv.key, there.read, memo=there.reads), read_kv(kv.value, there.read, memo=there.reads)
 
-    def _on(self, device: torch.device) -> tuple[Tensor, _Past | None]:
+    def _on(self, device: torch.device) -> "_BlocksThere":
         """Where the layer lies: a model may lie on several devices."""
-        if device not in self._on_device:
-            self._on_device[device] = self._slots.to(device), self._read and self._read.to(device)
-        return self._on_device[device]
+        if device not in self._there:
+            read = None if self._read is None else self._read.to(device)
+            self._there[device] = _BlocksThere(self._slots.to(device), read)
+        return self._there[device]
+
+
+@dataclass
+class _BlocksThere:
+    """Slots on one device, and what is derived from them once for all layers there."""
+
+    slots: Tensor
+    read: Tensor | None
+    writes: dict[Hashable, Tensor] = field(default_factory=dict)
+    reads: dict[Hashable, Tensor] = field(default_factory=dict)
 
 
 def _by_token(kv: Tensor) -> Tensor:
     """``[rows, kv_heads, tokens, dim]`` → ``[rows · tokens, kv_heads, dim]``."""
     return kv.transpose(1, 2).reshape(-1, kv.shape[1], kv.shape[-1])
-
-
-def _gather(blocks: Tensor, read: _Past) -> Tensor:
-    """Slots of ``[blocks, kv_heads, block_size, dim]`` as ``[rows, kv_heads, tokens, dim]``, padding 0.
-
-    Masked scores are not enough: a weight of 0 times what happens to lie in a slot may be NaN.
-    """
-    block_size = blocks.shape[2]
-    gathered = blocks[read.slots // block_size, :, read.slots % block_size]
-    return gathered.masked_fill_(read.padding[:, :, None, None], 0).transpose(1, 2)
 
 
 class _KVLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # transformers' classes run code when derived from
@@ -184,8 +179,7 @@ class GatheredModel:
         assert not (start and self.state_bytes), "a prompt whose states are dense is computed at once"
         positions = torch.arange(start + len(token_ids), device=token_ids.device)
         slots = table[positions // cache.block_size] * cache.block_size + positions % cache.block_size
-        read = _Past(slots[None], torch.zeros_like(slots, dtype=torch.bool)[None]) if start else None
-        call = _Blocks(cache, self._numbers, slots[start:], read, start)
+        call = _Blocks(cache, self._numbers, slots[start:], slots[None] if start else None, start)
         owners = [owner] if owner is not None and self.state_bytes else []
         with_cache = self._cache(call, [])
         logits = self._run(token_ids[None], positions[None, start:], torch.ones_like(positions)[None], with_cache)
@@ -193,14 +187,18 @@ class GatheredModel:
         return logits[0]
 
     def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
-        """One token a row; logits ``[rows, vocabulary]``. Waits for the device to learn the longest row's length."""
+        """One token a row; logits ``[rows, vocabulary]``. Waits for the device to learn the longest row's length.
+
+        Shorter rows are padded with their own newest token: masked scores are not enough, since a weight of 0 times
+        what happens to lie in a slot may be NaN.
+        """
         lengths = inputs.lengths.long()
         longest = int(lengths.max())
         positions = torch.arange(longest, device=lengths.device) - (longest - lengths[:, None])
         padding = positions < 0
         positions.clamp_(min=0)
         blocks = inputs.block_tables.long().gather(1, positions // cache.block_size)
-        read = _Past(blocks * cache.block_size + positions % cache.block_size, padding)
+        read = torch.where(padding, inputs.slots[:, None], blocks * cache.block_size + positions % cache.block_size)
         call = _Blocks(cache, self._numbers, inputs.slots, read, longest - 1)
         owners = inputs.owners if self.state_bytes else []
         with_cache = self._cache(call, take(owners) if owners else [])

@@ -1,8 +1,10 @@
-"""On a machine with two GPUs or more: `python tests/cuda_devices_check.py`, with `tests` and cowbeam on the path.
+"""Models of every level on GPUs; on a machine with two GPUs or more also on several. Not collected by pytest.
 
-Each model lies half on one GPU and half on the next (accelerate's hooks), or wholly on the second one, or with weights
-offloaded to the host. Tokens must be those of the same model on one GPU and of transformers, logits through forks those
-of a plain pass. Prints a line a case and exits with 1 if one fails.
+    PYTHONPATH=.cache/types:tests python3 tests/cuda_devices_check.py
+
+Each model lies wholly on a GPU, or half on one and half on the next (accelerate's hooks), or wholly on the second one,
+or with weights offloaded to the host. Tokens must be those of the same model on a CPU, and by `generate` those of
+transformers; logits through forks those of a plain pass. Prints a line a case and exits with 1 if one fails.
 """
 
 import sys
@@ -42,6 +44,10 @@ def split(model: PreTrainedModel) -> Any:
     return dispatch_model(model, device_map, main_device=0)
 
 
+def on_the_first(model: PreTrainedModel) -> Any:
+    return model.to("cuda:0")
+
+
 def on_the_second(model: PreTrainedModel) -> Any:
     return model.to("cuda:1")
 
@@ -63,34 +69,34 @@ def generated(model: Any) -> list[Any]:
 
 def check(name: str, place: Callable[[PreTrainedModel], Any]) -> list[str]:
     """What is wrong."""
-    alone = family_model(name, scale=0.3).to("cuda:0")
-    wanted, own = tokens_of(alone), generated(alone)
+    wanted = tokens_of(family_model(name, scale=0.3))
+    own = generated(on_the_first(family_model(name, scale=0.3)))
     wrong = []
     for attention in ("auto", "torch"):
         model = place(family_model(name, scale=0.3))
         if tokens_of(model, attention=attention) != wanted:
-            wrong.append(f"other tokens than on one GPU (attention {attention})")
+            wrong.append(f"other tokens than on a CPU (attention {attention})")
         if generated(attach(model, attention=attention, compile=False)) != own:
             wrong.append(f"other tokens than transformers, attached (attention {attention})")
     forks = Forks.make()
     with Decoder(place(family_model(name)), block_size=16, num_blocks=64, compile=False) as decoder:
         got = block_logits(decoder, forks)
         capturing = decoder._engine._graphs.is_capturing  # type: ignore[union-attr]
-    error = largest_error(got, eager_logits(family_model(name).to("cuda:0"), forks))
+    error = largest_error(got, eager_logits(on_the_first(family_model(name)), forks))
     if not error <= TOLERANCE:
         wrong.append(f"logits differ by {error:.1e}")
-    if capturing and place is not on_the_second:
+    if capturing and place in (split, offloaded):
         wrong.append("steps are captured, although weights lie on several devices")
     return wrong
 
 
 def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
-    if torch.cuda.device_count() < 2:
-        print("two GPUs are needed")
-        return 1
+    several = torch.cuda.device_count() > 1
+    if not several:
+        print("one GPU only: several of them are not tried")
     failures = 0
-    for place in (split, on_the_second, offloaded):
+    for place in (on_the_first, offloaded, *((split, on_the_second) if several else ())):
         for name in FAMILIES:
             started = time.perf_counter()
             try:
