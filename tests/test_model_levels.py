@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, attach, attend, branch_states
 from cowbeam.decoder.branch_states import BranchState, StateRows, take
+from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.self_check import check_paged_logits
 from fakes import assert_unused, random_beam_settings, random_prompt
 from families import LEVEL_2, LEVEL_3, UNLIKE_THEMSELVES, family_model
 from oracles import drawing_samples, transformers_generate
@@ -232,3 +234,12 @@ def test_a_long_search_over_many_blocks() -> None:
         decoder = make_decoder(name, block_size=16)
         results = decoder.generate([prompt], BeamSearchParams(**settings))
         assert not differences(transformers_generate(decoder.model, [prompt], settings), results, settings), name
+
+
+@pytest.mark.parametrize("name", sorted(BEYOND))
+def test_with_fused_projections(name: str) -> None:
+    """On a GPU Linears of one input are one product, on every level."""
+    adapter = ModelAdapter(make_model(name), "torch")
+    shapes = adapter.probe(2)
+    adapter.fuse_linears()
+    check_paged_logits(adapter, shapes, block_size=4)
