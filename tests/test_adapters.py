@@ -51,7 +51,7 @@ def decoded_tokens(decoder: Decoder) -> list[int]:
 @pytest.mark.parametrize("family", sorted(TARGETS))
 def test_a_decoder_of_a_model_with_adapters(family: str) -> None:
     model = lora(family)
-    decoder = Decoder(model, num_blocks=64)
+    decoder = Decoder(model, block_size=1, num_blocks=256)
     got = decoded_tokens(decoder)
     assert got == own_tokens(model)
     with model.disable_adapter():
@@ -123,7 +123,7 @@ CHANGES: list[Callable[[Any], None]] = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_calls_is_seen_at_once(change: Callable[[Any], None]) -> None:
     model = lora()
-    decoder, attached = Decoder(model, num_blocks=64), attach(copy.deepcopy(model))
+    decoder, attached = Decoder(model, block_size=1, num_blocks=256), attach(copy.deepcopy(model))
     before = decoded_tokens(decoder)
     assert attached.generate(torch.tensor([PROMPT]), **BEAMS)[0, len(PROMPT) :].tolist() == before
     for one in (model, attached):
@@ -136,7 +136,7 @@ def test_what_changes_between_calls_is_seen_at_once(change: Callable[[Any], None
 
 def test_weights_merged_and_back() -> None:
     model = lora()
-    decoder = Decoder(model, num_blocks=64)
+    decoder = Decoder(model, block_size=1, num_blocks=256)
     want = decoded_tokens(decoder)
     model.merge_adapter()
     assert decoded_tokens(decoder) == own_tokens(model) == want
@@ -148,7 +148,7 @@ def test_weights_merged_and_back() -> None:
 def test_steps_captured_before_are_none_of_a_switched_models(change: Callable[[Any], None]) -> None:
     """A captured step computes what it was captured with: no tensor of the model has moved, and yet it is wrong."""
     model = lora()
-    adapter = Decoder(model, num_blocks=64)._adapter
+    adapter = Decoder(model, block_size=1, num_blocks=256)._adapter
     adapter.follow_owner()
     before = adapter.version
     adapter.follow_owner()
@@ -167,7 +167,7 @@ def test_adapters_without_a_wrapper() -> None:
     model.eval()
     want = own_tokens(model)
     assert want != plain
-    assert decoded_tokens(Decoder(model, num_blocks=64)) == want
+    assert decoded_tokens(Decoder(model, block_size=1, num_blocks=256)) == want
 
 
 def test_an_adapter_for_each_row_is_left_to_transformers() -> None:
