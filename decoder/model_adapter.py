@@ -91,6 +91,7 @@ class ModelAdapter:
         self._on_cpu = self._find_cpu_linears()
         self._compiled: CompiledLayers | None = None
         self._parts: list[Hashable] = []
+        self._edits = 0
         self.version = 0
 
     @property
@@ -140,6 +141,7 @@ class ModelAdapter:
         """
         with _SWITCH:
             self._fused.refresh()
+            self._edits = sum(0 if p.is_inference() else p._version for p in self.model.parameters())
             parts = _parts_of(self.model)
             if parts != self._parts:
                 self._parts = parts
@@ -149,6 +151,14 @@ class ModelAdapter:
 
     def _find_cpu_linears(self) -> CPULinears | None:
         return CPULinears(self.model) if self.device.type == "cpu" and is_faster_here() else None
+
+    @property
+    def weights_seen(self) -> Hashable:
+        """Changes when ``follow_owner`` finds other weights or weights written in place, as far as torch counts that.
+
+        (It does not where somebody writes through ``.data``.)
+        """
+        return self.version, self._edits
 
     def fuse_linears(self) -> None:
         """Compute Linears that read the same input as one product, from now on."""
@@ -176,15 +186,34 @@ class ModelAdapter:
     def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> Tensor:
         """Compute whole prompts, each once, packed; logits ``[prompts, vocabulary]`` of their last tokens."""
         self.follow_owner()
-        lengths = [len(prompt) for prompt in prompts]
+        return self.compute(cache, prompts, tables, [0] * len(prompts))
+
+    def compute(
+        self,
+        cache: KVCache,
+        pieces: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+    ) -> Tensor:
+        """Compute pieces of prompts, packed; logits ``[pieces, vocabulary]`` of their last tokens.
+
+        Args:
+            cache: where K/V go, and lie.
+            pieces: token ids.
+            tables: the block ids of each piece's sequence, from position 0 to the end of the piece at least.
+            starts: the position of each piece's first token. What lies before it has been computed, or is another
+                piece of this pass.
+        """
+        lengths = [len(piece) for piece in pieces]
         columns = max(len(table) for table in tables)
         padded = torch.tensor([[*table, *[0] * (columns - len(table))] for table in tables], dtype=torch.int32)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        prompt_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        blocks = padded[prompt_of_token, positions // cache.block_size].long()
+        spans = zip(starts, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in spans])
+        piece_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        blocks = padded[piece_of_token, positions // cache.block_size].long()
         slots = blocks * cache.block_size + positions % cache.block_size
-        step = PrefillStep(cache, self.path, slots.to(self.device), lengths, padded.to(self.device))
-        token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        step = PrefillStep(cache, self.path, slots.to(self.device), lengths, list(starts), padded.to(self.device))
+        token_ids = torch.tensor([token for piece in pieces for token in piece], device=self.device)
         last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
         return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
 

@@ -72,8 +72,11 @@ def _paged_logits(
     cache = KVCache(shapes, pool.num_blocks, block_size)
     batch = Batch(block_size, adapter.device, cache.scratch_block)
     group.plant()
-    batch.add_prompt(group)
-    first = adapter.prefill(cache, [prompt], [group.branches[0].block_table])[0]
+    batch.add_group(group)
+    # In two pieces, so that the second one's past is read from blocks.
+    adapter.follow_owner()
+    table = group.branches[0].block_table
+    first = adapter.compute(cache, [prompt[:3], prompt[3:]], [table, table], [0, 3])[1]
     logits = [[first] for _ in appended]
     for step in range(steps):
         group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])
