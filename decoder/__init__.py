@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
     from cowbeam.decoder.drop_in import attach, custom_generate, detach
-    from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
     from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, Outcome, StreamedToken
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
+    from cowbeam.decoder.run import Run
 
 _HOME = {
     "AsyncDecoder": "async_decoder",
@@ -27,7 +27,7 @@ _HOME = {
     "Frame": "frames",
     "MemoryUse": "outputs",
     "Outcome": "outputs",
-    "Run": "engine",
+    "Run": "run",
     "SamplingParams": "params",
     "StreamedToken": "outputs",
     "attach": "drop_in",

@@ -88,15 +88,15 @@ class Batch:
         self._scratch_block = scratch_block
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
-    def add_prompt(self, group: Group) -> None:
-        """Give the group's one branch a row: its whole table is sent once."""
-        (branch,) = group.branches
-        table = branch.block_table
-        self._set_columns(max(self.tables.shape[1], len(table)))
-        row = torch.zeros(1, self.tables.shape[1], dtype=torch.int32)
-        row[0, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        branch.row = len(self.tables)
-        self.tables = torch.cat([self.tables, row.to(self._device)])
+    def add_group(self, group: Group) -> None:
+        """Give the group's branches rows, in tree order: their whole tables are sent once."""
+        by_table = sorted(((branch.block_table, branch) for branch in group.branches), key=lambda pair: pair[0])
+        self._set_columns(max(self.tables.shape[1], *(len(table) for table, _ in by_table)))
+        rows = torch.zeros(len(by_table), self.tables.shape[1], dtype=torch.int32)
+        for number, (table, branch) in enumerate(by_table):
+            rows[number, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            branch.row = len(self.tables) + number
+        self.tables = torch.cat([self.tables, rows.to(self._device)])
 
     def _set_columns(self, needed: int) -> None:
         """Columns for tables of ``needed`` blocks, a few to spare; what one long request took is given back."""

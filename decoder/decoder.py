@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from cowbeam.decoder.adapters import inside_wrapper
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
-from cowbeam.decoder.engine import Engine, Run, Watch
+from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.job_progress import JobProgress
@@ -23,7 +23,8 @@ from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.model_levels import Level
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
-from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
+from cowbeam.decoder.run import Run, Watch
+from cowbeam.decoder.scheduler import MAX_PASS_TOKENS
 from cowbeam.decoder.trial import attention_path, check_choices, try_out
 
 Prompt = str | Sequence[int]
@@ -45,6 +46,9 @@ class Decoder:
         memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
         kv_memory: on a CPU, bytes of the pool (2 GiB).
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
+        prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
+            are not needed for anything else. Weights that change are noticed, unless they are written through
+            ``.data`` or by an adapter that is switched: call ``forget_prefixes`` then.
         compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
             since torch keeps them on disk); None means on the Triton path on CUDA.
 
@@ -62,12 +66,13 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        prefix_reuse: bool = True,
         compile: bool | None = None,
     ) -> None:
         model = inside_wrapper(model)
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
-        check_choices(block_size, compile)
+        check_choices(block_size, compile, prefix_reuse)
         _check_knobs(num_blocks, memory_fraction, kv_memory)
         self.model = model
         self.tokenizer = tokenizer
@@ -85,7 +90,9 @@ class Decoder:
                 f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
             ) from error
         self.kv_layout = kv_layout(shapes, cache.nbytes)
-        self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
+        self._engine: Engine | None = Engine(
+            self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text, prefix_reuse=prefix_reuse
+        )
 
     @classmethod
     def from_pretrained(
@@ -100,6 +107,7 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        prefix_reuse: bool = True,
         compile: bool | None = None,
         **model_kwargs: Any,
     ) -> Self:
@@ -138,6 +146,7 @@ class Decoder:
             memory_fraction=memory_fraction,
             kv_memory=kv_memory,
             attention=attention,
+            prefix_reuse=prefix_reuse,
             compile=compile,
         )
 
@@ -301,6 +310,10 @@ class Decoder:
         """A snapshot: requests and blocks now, tokens and copies so far."""
         return self._running_engine().counters()
 
+    def forget_prefixes(self) -> None:
+        """Take over nothing that was computed so far: the model gives other answers than before."""
+        self._running_engine().forget_prefixes()
+
     def close(self) -> None:
         """Give the pool's memory back; the decoder cannot be used afterwards."""
         self._engine = None
@@ -325,7 +338,7 @@ class Decoder:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that nobody holds, also where they keep what a later prompt may begin with."""
         return self._running_engine().pool.num_free
 
     @property
@@ -457,7 +470,7 @@ def _left_after_trial_step(adapter: ModelAdapter, devices: Iterable[torch.device
     before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
     for gpu in gpus:
         torch.cuda.reset_peak_memory_stats(gpu)
-    adapter.probe(min(MAX_PREFILL_TOKENS, adapter.max_length or MAX_PREFILL_TOKENS))
+    adapter.probe(min(MAX_PASS_TOKENS, adapter.max_length or MAX_PASS_TOKENS))
     activations = {gpu: torch.cuda.max_memory_allocated(gpu) - before[gpu] for gpu in gpus}
     torch.cuda.empty_cache()
     return {gpu: int(torch.cuda.mem_get_info(gpu)[0]) - activations[gpu] for gpu in gpus}

@@ -79,6 +79,7 @@ class ModelAdapter:
         self._compiled: CompiledLayers | None = None
         self._batched_experts: BatchedExperts | None = None
         self._parts: list[Hashable] = []
+        self._edits = 0
         self.version = 0
 
     @property
@@ -99,6 +100,11 @@ class ModelAdapter:
     @property
     def can_look_ahead(self) -> bool:
         """A step may run that is dropped later: what it wrote lies in slots that nobody reads, or in no branch."""
+        return self.level < 3
+
+    @property
+    def computes_pieces(self) -> bool:
+        """A prompt may be computed piece by piece, and what others have computed of it be taken over."""
         return self.level < 3
 
     @property
@@ -161,6 +167,7 @@ class ModelAdapter:
         """
         with _SWITCH:
             self._fused.refresh()
+            self._edits = sum(0 if p.is_inference() else p._version for p in self.model.parameters())
             parts = _parts_of(self.model)
             if parts != self._parts:
                 self._parts = parts
@@ -170,6 +177,14 @@ class ModelAdapter:
 
     def _find_cpu_linears(self) -> CPULinears | None:
         return CPULinears(self.model) if self.device.type == "cpu" and is_faster_here() else None
+
+    @property
+    def weights_seen(self) -> Hashable:
+        """Changes when ``follow_owner`` finds other weights or weights written in place, as far as torch counts that.
+
+        (It does not where somebody writes through ``.data``.)
+        """
+        return self.version, self._edits
 
     def fuse_linears(self) -> None:
         """Compute Linears that read the same input as one product, from now on."""
@@ -213,25 +228,50 @@ class ModelAdapter:
         ``owners``, one a prompt, get the dense states that it leaves behind, where the model has such.
         """
         self.follow_owner()
+        return self.compute(cache, prompts, tables, [0] * len(prompts), owners)
+
+    def compute(
+        self,
+        cache: KVCache,
+        pieces: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        owners: Sequence[StateOwner] = (),
+    ) -> Tensor:
+        """Compute pieces of prompts; logits ``[pieces, vocabulary]`` of their last tokens.
+
+        Args:
+            cache: where K/V go, and lie.
+            pieces: token ids.
+            tables: the block ids of each piece's sequence, from position 0 to the end of the piece at least.
+            starts: the position of each piece's first token. What lies before it has been computed, or is another
+                piece of this pass, listed before it. All are 0 where not ``computes_pieces``.
+            owners: one a piece; each gets the dense states that its piece leaves behind, where the model has such.
+        """
         if self.level == 1:
-            return self._prefill_packed(cache, prompts, tables)
-        token_ids = [torch.tensor(prompt, device=self.device) for prompt in prompts]
+            return self._compute_packed(cache, pieces, tables, starts)
+        token_ids = [torch.tensor(piece, device=self.device) for piece in pieces]
         blocks = [torch.tensor(table, device=self.device) for table in tables]
-        each = zip(token_ids, blocks, owners or itertools.repeat(None, len(prompts)), strict=True)
+        each = zip(token_ids, blocks, owners or itertools.repeat(None, len(pieces)), starts, strict=True)
         return torch.stack([self._gathered.prefill(cache, *one) for one in each])
 
-    def _prefill_packed(
-        self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]
+    def _compute_packed(
+        self,
+        cache: KVCache,
+        pieces: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
     ) -> Tensor:
-        lengths = [len(prompt) for prompt in prompts]
+        lengths = [len(piece) for piece in pieces]
         columns = max(len(table) for table in tables)
         padded = torch.tensor([[*table, *[0] * (columns - len(table))] for table in tables], dtype=torch.int32)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        prompt_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        blocks = padded[prompt_of_token, positions // cache.block_size].long()
+        spans = zip(starts, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in spans])
+        piece_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        blocks = padded[piece_of_token, positions // cache.block_size].long()
         slots = blocks * cache.block_size + positions % cache.block_size
-        step = PrefillStep(cache, self._kernels, slots.to(self.device), lengths, padded.to(self.device))
-        token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        step = PrefillStep(cache, self._kernels, slots.to(self.device), lengths, list(starts), padded.to(self.device))
+        token_ids = torch.tensor([token for piece in pieces for token in piece], device=self.device)
         last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
         return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
 

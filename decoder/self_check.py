@@ -1,6 +1,7 @@
 """Does paged decoding of this very model give the model's own logits? Asked once, when a decoder is made."""
 
 import random
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -73,9 +74,13 @@ def _paged_logits(
     cache = KVCache(shapes, pool.num_blocks, block_size)
     batch = Batch(block_size, adapter.device, cache.scratch_block)
     group.plant()
-    batch.add_prompt(group)
+    batch.add_group(group)
+    # In two pieces where the model computes such, so that the second one's past is read from blocks.
+    adapter.follow_owner()
     planted = group.branches[0]
-    first = adapter.prefill(cache, [prompt], [planted.block_table], [planted])[0]
+    starts = [0, 3] if adapter.computes_pieces else [0]
+    pieces = [prompt[start:end] for start, end in pairwise([*starts, len(prompt)])]
+    first = adapter.compute(cache, pieces, [planted.block_table] * len(pieces), starts, [planted] * len(pieces))[-1]
     logits = [[first] for _ in appended]
     for step in range(steps):
         group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])

@@ -18,7 +18,7 @@ from cowbeam.decoder.self_check import check_paged_logits
 logger = logging.getLogger("cowbeam")
 
 
-def check_choices(block_size: int, compile: bool | None) -> None:
+def check_choices(block_size: int, compile: bool | None, prefix_reuse: bool = False) -> None:
     """Raises ValueError for what cannot be meant, before any work."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {shown(block_size)}")
@@ -26,6 +26,8 @@ def check_choices(block_size: int, compile: bool | None) -> None:
         raise ValueError(f"block_size must be a power of two, got {block_size}")
     if not (compile is None or isinstance(compile, bool)):
         raise ValueError(f"compile must be True, False or None, got {shown(compile)}")
+    if not isinstance(prefix_reuse, bool):
+        raise ValueError(f"prefix_reuse must be True or False, got {shown(prefix_reuse)}")
 
 
 def attention_path(attention: str, model: PreTrainedModel, block_size: int) -> AttentionPath:

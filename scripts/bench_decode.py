@@ -231,7 +231,7 @@ def main() -> int:
     started = time.perf_counter()
     decoder = Decoder(
         model, block_size=options.block_size, attention=options.attention,
-        memory_fraction=0.3,
+        memory_fraction=0.3, prefix_reuse=False,
     )  # fmt: skip
     print(f"The decoder was made in {time.perf_counter() - started:.1f} s.")
     print(f"{'P x W':>9} | {'cowbeam: prefill ms, step ms':<34} | {'transformers':<34} | prefill, step ratio")

@@ -273,9 +273,10 @@ def block_logits(decoder: Decoder, forks: Forks) -> list[Tensor]:
     width, new_tokens = len(forks.branches[0]), len(forks.branches[0][0])
     params = SamplingParams(num_return_sequences=width, max_new_tokens=new_tokens + 1)
     groups = [Group(Request(tuple(prompt), params, frozenset(), 0), pool, KVBytes(1, ())) for prompt in forks.prompts]
-    planted = [group.plant() for group in groups]
     for group in groups:
-        batch.add_prompt(group)
+        group.plant()
+        batch.add_group(group)
+    planted = [group.branches[0] for group in groups]
     first = adapter.prefill(cache, forks.prompts, [branch.block_table for branch in planted], planted)
     logits = [[row] for row in first for _ in range(width)]
     for step in range(new_tokens):

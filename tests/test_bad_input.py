@@ -267,7 +267,12 @@ def test_unusable_logits(
 ) -> None:
     """At any step, in any row, whatever the strategy: the token at which it happened is named."""
     breaking = Breaking()
-    with breaking.at(call, spoil), pytest.raises(ValueError, match=f"^{message}, at generated token {call + 1}$"):
+    with (
+        breaking.at(call, spoil),
+        pytest.raises(
+            ValueError, match=f"^{message}, at generated token {call + 1} of the prompt of 4 tokens \\[5, 9, 2, 33\\]$"
+        ),
+    ):
         breaking.decoder.generate(PROMPT, params)
     assert_works(breaking.decoder)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, attach, attend, branch_states
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, attach, attend, branch_states, scheduler
 from cowbeam.decoder.branch_states import BranchState, StateRows, take
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.self_check import check_paged_logits
@@ -243,3 +243,35 @@ def test_with_fused_projections(name: str) -> None:
     shapes = adapter.probe(2)
     adapter.fuse_linears()
     check_paged_logits(adapter, shapes, block_size=4)
+
+
+@pytest.mark.parametrize("name", ["bloom", "gpt_neo", "jamba", "qwen3_next", "mamba"])
+def test_preempted_groups_go_on_as_they_were(name: str) -> None:
+    """Their K/V are computed anew: in pieces on level 2, each branch from its begin on level 3."""
+    prompts = [PROMPT * 2, PROMPT[:3], [5, 6] * 6]
+    params = [
+        BeamSearchParams(num_beams=4, max_new_tokens=12, eos_token_id=[]),
+        SamplingParams(num_return_sequences=3, max_new_tokens=14, seed=1, eos_token_id=[]),
+        BeamSearchParams(num_beams=3, max_new_tokens=12, eos_token_id=[]),
+    ]
+    with make_decoder(name) as roomy:
+        alone = [roomy.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    with Decoder(make_model(name), block_size=4, num_blocks=20) as decoder:
+        together = decoder.generate(prompts, params)
+        assert any(result.stats.preemptions for result in together)
+        assert_unused(decoder)
+    for one, other in zip(alone, together, strict=True):
+        assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
+
+
+@pytest.mark.parametrize("name", ["bloom", "llama4_text", "jamba", "mamba"])
+def test_prompts_longer_than_a_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_PASS_TOKENS", 8)
+    monkeypatch.setattr(scheduler, "SHARE_OF_LONG", 4)
+    prompts = [random_prompt(random.Random(1), 30, 30), PROMPT]
+    params = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[])
+    with make_decoder(name) as decoder:
+        results = decoder.generate(prompts, params)
+        settings = {"num_beams": 3, "num_return_sequences": 1, "max_new_tokens": 6, "eos_token_id": []}
+        expected = [transformers_generate(decoder.model, [prompt], settings)[0] for prompt in prompts]
+        assert not differences(expected, results, settings | {"length_penalty": 1.0})

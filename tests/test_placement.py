@@ -120,7 +120,7 @@ def decode_inputs() -> DecodeInputs:
 def test_a_step_goes_where_a_layer_lies_and_once() -> None:
     cache = KVCache(shapes_on(CPU, META), num_blocks=4, block_size=4)
     decode = DecodeStep(cache, "torch", decode_inputs())
-    prefill = PrefillStep(cache, "torch", torch.tensor([0, 1]), [2], torch.tensor([[0]], dtype=torch.int32))
+    prefill = PrefillStep(cache, "torch", torch.tensor([0, 1]), [2], [0], torch.tensor([[0]], dtype=torch.int32))
     for step in (decode, prefill):
         assert step.on(CPU) is step
         there = step.on(META)
