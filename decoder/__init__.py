@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from cowbeam.decoder.counters import Counters
     from cowbeam.decoder.decoder import Decoder
     from cowbeam.decoder.drop_in import attach, custom_generate, detach
-    from cowbeam.decoder.engine import Run
     from cowbeam.decoder.frames import Frame
     from cowbeam.decoder.grammar import Grammar
     from cowbeam.decoder.outputs import (
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         TokenLogprob,
     )
     from cowbeam.decoder.params import BeamSearchParams, SamplingParams
+    from cowbeam.decoder.run import Run
 
 _HOME = {
     "AsyncDecoder": "async_decoder",
@@ -40,7 +40,7 @@ _HOME = {
     "Grammar": "grammar",
     "MemoryUse": "outputs",
     "Outcome": "outputs",
-    "Run": "engine",
+    "Run": "run",
     "SamplingParams": "params",
     "StreamedToken": "outputs",
     "TokenLogprob": "outputs",

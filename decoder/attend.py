@@ -19,9 +19,11 @@ from transformers import AttentionInterface
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.compiled_layers import NUMBER
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
+from cowbeam.decoder.model_levels import UnpageableError
+from cowbeam.decoder.placement import on_device
 from cowbeam.kernels.attention_torch import paged_attention_torch
 from cowbeam.kernels.plan import Plan, build_plan, rows_per_window
-from cowbeam.kernels.prefill import packed_causal_attention
+from cowbeam.kernels.prefill import causal_attention, gather_blocks, packed_causal_attention, spans
 
 AttentionPath = Literal["triton", "torch"]
 
@@ -35,40 +37,72 @@ TORCH_ROWS_PER_WINDOW = 64
 
 @dataclass
 class PrefillStep:
-    """Whole prompts, packed end to end. ``block_tables`` has one row a prompt."""
+    """Prompts and pieces of prompts, packed end to end. ``block_tables`` has one row a piece.
+
+    ``starts`` are the positions of the pieces' first tokens: what lies before them was written in an earlier step, or
+    is written in this one by another piece (a layer writes all its K/V before it attends).
+    """
 
     cache: KVCache
     path: AttentionPath
     slots: Tensor
-    prompt_lengths: list[int]
+    lengths: list[int]
+    starts: list[int]
     block_tables: Tensor
     plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
     writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
+    elsewhere: dict[torch.device, "PrefillStep"] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "PrefillStep":
+        """The step for layers that lie on ``device``."""
+        if device == self.slots.device:
+            return self
+        if device not in self.elsewhere:
+            slots, block_tables = self.slots.to(device), self.block_tables.to(device)
+            self.elsewhere[device] = PrefillStep(self.cache, self.path, slots, self.lengths, self.starts, block_tables)
+        return self.elsewhere[device]
 
     def attend(self, call: "AttentionCall") -> Tensor:
-        """SDPA a prompt, except where scores are capped or a sink joins: those go through the paged kernel."""
+        """SDPA a piece, except where scores are capped or a sink joins: those go through the paged kernel."""
         if call.softcap is None and call.sinks is None:
-            return packed_causal_attention(
-                call.query,
-                call.key,
-                call.value,
-                self.prompt_lengths,
-                scale=call.scale,
-                sliding_window=call.sliding_window,
-            )
-        rows = _rows_per_window(call, self.path, max(self.prompt_lengths))
+            if not any(self.starts):
+                window = call.sliding_window
+                return packed_causal_attention(
+                    call.query, call.key, call.value, self.lengths, scale=call.scale, sliding_window=window
+                )
+            return self._attend_by_piece(call)
+        rows = _rows_per_window(call, self.path, max(self.lengths))
         return _paged_attention(self.path, call, self.cache, self._plan(call.sliding_window, rows))
+
+    def _attend_by_piece(self, call: "AttentionCall") -> Tensor:
+        out = call.query.new_empty(*call.query.shape[:2], call.value.shape[-1])
+        for piece, span in enumerate(spans(self.lengths)):
+            key, value = (call.key[span], call.value[span]) if not self.starts[piece] else self._gather(call, piece)
+            out[span] = causal_attention(
+                call.query[span], key, value, scale=call.scale, sliding_window=call.sliding_window
+            )
+        return out
+
+    def _gather(self, call: "AttentionCall", piece: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the piece and of what it sees before it, from their blocks."""
+        layer, block_size = self.cache.layers[call.layer], self.cache.block_size
+        start, end = self.starts[piece], self.starts[piece] + self.lengths[piece]
+        first = 0 if call.sliding_window is None else max(0, start + 1 - call.sliding_window) // block_size
+        table = self.block_tables[piece, first : -(-end // block_size)]
+        num_slots = end - first * block_size
+        return gather_blocks(layer.key, table)[:num_slots], gather_blocks(layer.value, table)[:num_slots]
 
     def _plan(self, sliding_window: int | None, rows_per_window: int) -> Plan:
         """A row a token: the same table, one more visible key each."""
         key = (sliding_window, rows_per_window)
         if key not in self.plans:
-            counts = torch.tensor(self.prompt_lengths, device=self.block_tables.device)
-            lengths = torch.cat([torch.arange(1, n + 1) for n in self.prompt_lengths]).int()
+            counts = torch.tensor(self.lengths, device=self.block_tables.device)
+            pieces = zip(self.starts, self.lengths, strict=True)
+            lengths = torch.cat([torch.arange(start + 1, start + n + 1) for start, n in pieces]).int()
             self.plans[key] = build_plan(
                 self.block_tables.repeat_interleave(counts, 0),
                 lengths.to(self.block_tables.device),
-                [i == 0 for n in self.prompt_lengths for i in range(n)],
+                [i == 0 for n in self.lengths for i in range(n)],
                 block_size=self.cache.block_size,
                 rows_per_window=rows_per_window,
                 sliding_window=sliding_window,
@@ -85,6 +119,15 @@ class DecodeStep:
     inputs: DecodeInputs
     plans: dict[tuple[int | None, int], Plan] = field(default_factory=dict)
     writes: dict[Hashable, Tensor] = field(default_factory=dict)  # `write_kv`'s memo
+    elsewhere: dict[torch.device, "DecodeStep"] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> "DecodeStep":
+        """The step for layers that lie on ``device``."""
+        if device == self.slots.device:
+            return self
+        if device not in self.elsewhere:
+            self.elsewhere[device] = DecodeStep(self.cache, self.path, self.inputs.to(device))
+        return self.elsewhere[device]
 
     @property
     def slots(self) -> Tensor:
@@ -145,10 +188,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query ``[batch, heads, length, dim]`` → ``[batch, length, heads, dim]``."""
     if attention_mask is not None and attention_mask.dim() != 2:
-        raise ValueError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
+        raise UnpageableError(f"{type(module).__name__} makes an attention mask of its own, which cannot be paged")
     for name in ("position_bias", "indices", "block_indices", "attn_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} attends with {name}, which cannot be paged")
+            raise UnpageableError(f"{type(module).__name__} attends with {name}, which cannot be paged")
     batch, heads, length, dim = query.shape
     scale = dim**-0.5 if scaling is None else scaling
     query = query.transpose(1, 2).reshape(batch * length, heads, dim)
@@ -182,8 +225,11 @@ def _current_step() -> "PrefillStep | DecodeStep | ProbeStep":
 
 
 def _write_and_attend(step: "PrefillStep | DecodeStep", call: "AttentionCall") -> Tensor:
-    step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
-    return step.attend(call)
+    device = call.key.device
+    step = step.on(device)
+    with on_device(device):
+        step.cache.layers[call.layer].write(call.key, call.value, step.slots, step.writes)
+        return step.attend(call)
 
 
 @torch.library.custom_op("cowbeam::attend", mutates_args=())

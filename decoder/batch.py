@@ -6,13 +6,14 @@ the context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cowbeam.decoder.blocks import BlockCopy
+from cowbeam.decoder.branch_states import StateOwner
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.group import Group
 from cowbeam.kernels.advance import StepRows
@@ -26,6 +27,14 @@ class DecodeInputs(StepRows):
 
     group_starts: Tensor  # [rows] bool: a group begins with this row
     widest_group: int  # rows of the largest group
+    owners: Sequence[StateOwner] = ()  # each row's branch, which holds its dense states where the model has such
+
+    def to(self, device: torch.device) -> "DecodeInputs":
+        """The same there, for layers that lie there."""
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -79,15 +88,15 @@ class Batch:
         self._scratch_block = scratch_block
         self.tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
 
-    def add_prompt(self, group: Group) -> None:
-        """Give the group's one branch a row: its whole table is sent once."""
-        (branch,) = group.branches
-        table = branch.block_table
-        self._set_columns(max(self.tables.shape[1], len(table)))
-        row = torch.zeros(1, self.tables.shape[1], dtype=torch.int32)
-        row[0, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        branch.row = len(self.tables)
-        self.tables = torch.cat([self.tables, row.to(self._device)])
+    def add_group(self, group: Group) -> None:
+        """Give the group's branches rows, in tree order: their whole tables are sent once."""
+        by_table = sorted(((branch.block_table, branch) for branch in group.branches), key=lambda pair: pair[0])
+        self._set_columns(max(self.tables.shape[1], *(len(table) for table, _ in by_table)))
+        rows = torch.zeros(len(by_table), self.tables.shape[1], dtype=torch.int32)
+        for number, (table, branch) in enumerate(by_table):
+            rows[number, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            branch.row = len(self.tables) + number
+        self.tables = torch.cat([self.tables, rows.to(self._device)])
 
     def _set_columns(self, needed: int) -> None:
         """Columns for tables of ``needed`` blocks, a few to spare; what one long request took is given back."""
@@ -126,6 +135,7 @@ class Batch:
             copy_sources=copies_[0],
             copy_destinations=copies_[1],
             widest_group=max(map(len, layout.rows_of_group)),
+            owners=branches,
         )
 
 

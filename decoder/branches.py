@@ -6,7 +6,7 @@ last token of a finished branch never gets a slot.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from cowbeam.decoder.blocks import Block, BlockCopy, BlockId, BlockPool, OutOfBlocksError, block_table
@@ -36,7 +36,10 @@ class Token(Link):
 
 
 class Event(NamedTuple):
-    """What happened to a block or a branch, for frames. ``tokens`` counts the slots a CoW had to carry over."""
+    """What happened to a block or a branch, for frames. ``tokens`` counts the slots a CoW had to carry over.
+
+    To the group, that is: a block that it takes over or leaves to another group is "allocate" and "free" too.
+    """
 
     kind: Literal["fork", "prune", "allocate", "cow", "free"]
     branch: int | None = None
@@ -48,7 +51,7 @@ class Event(NamedTuple):
 class Branch:
     """One live token chain: its last block, its last token, and how many of its tokens have a slot."""
 
-    __slots__ = ("branch_id", "last_block", "last_token", "num_slots", "row")
+    __slots__ = ("branch_id", "last_block", "last_token", "num_slots", "row", "state")
 
     def __init__(self, branch_id: int, last_block: Block | None, last_token: Token | None, num_slots: int) -> None:
         self.branch_id = branch_id
@@ -56,6 +59,7 @@ class Branch:
         self.last_token = last_token
         self.num_slots = num_slots
         self.row: int | None = None  # its line in the device's table of the last step; children start from it
+        self.state: object | None = None  # what recurrent layers keep of it; a value, which forks share
 
     @property
     def block_table(self) -> list[BlockId]:
@@ -67,11 +71,22 @@ class Branch:
         """Its generated tokens, oldest first: O(tokens)."""
         return links(self.last_token)
 
+    def token_ids_from(self, index: int) -> list[int]:
+        """Its generated ids from the one at ``index`` on: O(their number)."""
+        found: list[int] = []
+        token = self.last_token
+        while token is not None and token.length > index:
+            found.append(token.token_id)
+            token = token.parent
+        found.reverse()
+        return found
+
 
 class BranchTree:
     """The branches of one group over a pool that groups share; counts what the group holds.
 
     ``num_blocks`` and ``num_tokens`` are the group's distinct live blocks and distinct live tokens (prompt included).
+    Of these blocks, other groups may hold the prompt's full ones too; what is generated is the group's alone.
     ``events`` collects what happens while it is a list.
     """
 
@@ -85,21 +100,98 @@ class BranchTree:
         self._prompt_tokens = 0
         self._next_id = 0
 
-    def plant(self, num_prompt_tokens: int) -> Branch:
-        """The first branch, with slots for the whole prompt. Raises OutOfBlocksError before anything is taken."""
+    def plant(self, num_prompt_tokens: int, prefix: Sequence[Block] = ()) -> Branch:
+        """The first branch, with slots for the whole prompt. Raises OutOfBlocksError before anything is taken.
+
+        ``prefix`` are full blocks that the pool found to hold the prompt's first tokens.
+        """
         assert not self._next_id, "a tree is planted once"
-        needed = -(-num_prompt_tokens // self.pool.block_size)
+        needed = -(-num_prompt_tokens // self.pool.block_size) - sum(block.ref_count > 0 for block in prefix)
         if needed > self.pool.num_free:
             raise OutOfBlocksError(f"the prompt needs {needed} blocks, {self.pool.num_free} are free")
-        last_block: Block | None = None
-        branch = self._add(Branch(0, None, None, num_prompt_tokens))
-        for _ in range(needed):
-            follower = self._allocate(last_block, branch)
-            self.pool.release(last_block)  # from here on the follower holds it, not the branch
-            last_block = follower
-        branch.last_block = last_block
         self._prompt_tokens = self.num_tokens = num_prompt_tokens
+        branch = self._add(Branch(0, None, None, num_prompt_tokens))
+        self.replant(prefix)
         return branch
+
+    def uproot(self) -> None:
+        """Give all blocks back; branches and tokens stay, for ``replant``."""
+        for branch in self.branches.values():
+            self._release(branch)
+            branch.last_block = branch.row = None
+        self.num_blocks = 0
+
+    def replant(self, prefix: Sequence[Block] = ()) -> list[tuple[Branch, int]]:
+        """Give every branch the blocks of its slots, shared as they were; the caller has made sure of enough.
+
+        Returns the branches in whose name something is to be computed anew, each with the first position: in this
+        order everything before that position is in ``prefix`` or in the name of an earlier one.
+        """
+        assert not self.num_blocks, "the tree has its blocks"
+        first = next(iter(self.branches.values()))
+        trunk = self._grow_trunk(prefix, first)
+        # A block is known by its last slot: by its column in the prompt, by the token behind it.
+        made: dict[int | Token, Block] = {}
+        to_compute = []
+        for branch in self.branches.values():
+            column = self._prompt_tokens // self.pool.block_size
+            branch.last_block = trunk
+            start = len(prefix) * self.pool.block_size if branch is first else branch.num_slots
+            for key in self._tail_keys(branch):
+                if key not in made:
+                    made[key] = self._allocate(branch.last_block, branch)
+                    start = min(start, column * self.pool.block_size)
+                branch.last_block = made[key]
+                column += 1
+            if branch.last_block is not None:
+                branch.last_block.ref_count += 1
+            if start < branch.num_slots:
+                to_compute.append((branch, start))
+        for block in (trunk, *made.values()):
+            self.pool.release(block)  # branches and followers hold it, not who asked for it
+        return to_compute
+
+    def _grow_trunk(self, prefix: Sequence[Block], branch: Branch) -> Block | None:
+        """The prompt's full blocks; of the last one the caller is a holder."""
+        last = prefix[-1] if prefix else None
+        if last is not None:
+            self.pool.hold(last)
+        self.num_blocks += len(prefix)
+        for block in prefix:
+            self._record(Event("allocate", branch=branch.branch_id, block=block.block_id))
+        for _ in range(len(prefix), self._prompt_tokens // self.pool.block_size):
+            follower = self._allocate(last, branch)
+            self.pool.release(last)  # from here on the follower holds it, not the caller
+            last = follower
+        return last
+
+    def _tail_keys(self, branch: Branch) -> Iterator[int | Token]:
+        """What is in the last slot of each block behind the prompt's full ones."""
+        size, prompt = self.pool.block_size, self._prompt_tokens
+        tokens = branch.tokens if branch.num_slots > prompt else []
+        for column in range(prompt // size, -(-branch.num_slots // size)):
+            last = min((column + 1) * size, branch.num_slots) - 1
+            yield column if last < prompt else tokens[last - prompt]
+
+    def keep_findable(self, branch: Branch, prompt_token_ids: Sequence[int]) -> None:
+        """Before ``branch`` is freed: make known what full blocks hold that nobody else holds, all of them computed.
+
+        Only generated tokens' blocks are not known yet; a branch that goes on is the only one to hold them.
+        """
+        size, prefixes = self.pool.block_size, self.pool.prefixes
+        unknown: list[Block] = []
+        block = branch.last_block
+        while block is not None and block.ref_count == 1 and not prefixes.knows(block):
+            unknown.append(block)
+            block = block.parent
+        end = branch.num_slots // size * size  # of the full blocks
+        first = (-(-branch.num_slots // size) - len(unknown)) * size
+        if first >= end or not (block is None or prefixes.knows(block)):
+            return
+        token_ids = [*prompt_token_ids[first:], *branch.token_ids_from(max(0, first - self._prompt_tokens))]
+        for number, full in enumerate(reversed(unknown)):
+            if (number + 1) * size <= end - first:
+                prefixes.enter(full, token_ids[number * size : (number + 1) * size])
 
     def fork(self, parent: Branch) -> Branch:
         """A branch that shares all of ``parent``'s blocks and tokens: O(1), whatever their number."""
@@ -107,21 +199,30 @@ class BranchTree:
             if link is not None:
                 link.ref_count += 1
         child = self._add(Branch(self._next_id, parent.last_block, parent.last_token, parent.num_slots))
-        child.row = parent.row
+        child.row, child.state = parent.row, parent.state
         self._record(Event("fork", branch=child.branch_id, source=parent.branch_id))
         return child
 
     def free(self, branch: Branch) -> None:
         """Drop ``branch``; blocks and tokens that only it held are gone with it."""
         del self.branches[branch.branch_id]
+        branch.state = None  # a step's inputs may hold the branch for a while
         self._record(Event("prune", branch=branch.branch_id))
         self.num_tokens -= len(release(branch.last_token))
-        freed = self.pool.release(branch.last_block)
-        self.num_blocks -= len(freed)
-        for block in freed:
-            self._record(Event("free", block=block.block_id))
+        self._release(branch)
         if not self.branches:
             self.num_tokens -= self._prompt_tokens
+            self.num_blocks = 0  # others may hold blocks of the prompt still
+
+    def _release(self, branch: Branch) -> None:
+        table = branch.block_table if self.events is not None else []
+        freed = self.pool.release(branch.last_block)
+        self.num_blocks -= len(freed)
+        if self.events is not None:
+            is_last = all(other is branch or other.last_block is None for other in self.branches.values())
+            # With its last branch the group leaves all its blocks, also those that others hold.
+            gone = reversed(table) if is_last else [block.block_id for block in freed]
+            self.events += [Event("free", block=block_id) for block_id in gone]
 
     def append_token(
         self, branch: Branch, token_id: int, logprob: float, beam: int, plain: TokenLogprob | None = None

@@ -44,6 +44,19 @@ def release(link: AnyLink | None) -> list[AnyLink]:
     return unheld
 
 
+def hold(link: AnyLink) -> list[AnyLink]:
+    """One holder more for ``link``; return the links that had none, last first. The reverse of ``release``."""
+    taken: list[AnyLink] = []
+    before: AnyLink | None = link
+    while before is not None:
+        before.ref_count += 1
+        if before.ref_count > 1:  # it was held, and so holds the one before it already
+            break
+        taken.append(before)
+        before = before.parent
+    return taken
+
+
 def links(last: AnyLink | None) -> list[AnyLink]:
     """All links up to ``last``, first one first: O(length), for prefill, results and frames only."""
     chain: list[AnyLink] = []

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from cowbeam.decoder.adapters import inside_wrapper
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
-from cowbeam.decoder.engine import Engine, Run, Watch
+from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.grammar import Grammar, GrammarCompiler, GrammarStates
 from cowbeam.decoder.group import Request
@@ -20,28 +21,36 @@ from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
 from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
+from cowbeam.decoder.model_levels import Level
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
-from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
+from cowbeam.decoder.run import Run, Watch
+from cowbeam.decoder.scheduler import MAX_PASS_TOKENS
 from cowbeam.decoder.stop_strings import StopStrings
 from cowbeam.decoder.trial import attention_path, check_choices, try_out
 
 Prompt = str | Sequence[int]
 
 DEFAULT_KV_MEMORY = 2 * 2**30  # bytes, on a CPU: memory that is never written is never taken
+MAX_EMPTY_BLOCKS = 2**16
+# On a GPU there is room beside the pool for the dense states of this many branches, before and after a step.
+STATES_BESIDE_POOL = 64
 
 
 class Decoder:
     """Decodes beams and parallel samples of one model over copy-on-write KV blocks.
 
     Args:
-        model: any transformers causal LM, loaded and in eval mode.
+        model: any transformers causal LM, loaded and in eval mode; or one with adapters of PEFT in its layers (LoRA).
         tokenizer: needed for prompts and completions as text.
         block_size: slots a block, a power of two (the Triton path takes 8 and more).
         num_blocks: size of the pool; None derives it from memory.
         memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
         kv_memory: on a CPU, bytes of the pool (2 GiB).
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
+        prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
+            are not needed for anything else. Weights that change are noticed, unless they are written through
+            ``.data`` or by an adapter that is switched: call ``forget_prefixes`` then.
         compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
             since torch keeps them on disk); None means on the Triton path on CUDA.
 
@@ -59,11 +68,13 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        prefix_reuse: bool = True,
         compile: bool | None = None,
     ) -> None:
+        model = inside_wrapper(model)
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
-        check_choices(block_size, compile)
+        check_choices(block_size, compile, prefix_reuse)
         _check_knobs(num_blocks, memory_fraction, kv_memory)
         self.model = model
         self.tokenizer = tokenizer
@@ -82,7 +93,9 @@ class Decoder:
                 f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
             ) from error
         self.kv_layout = kv_layout(shapes, cache.nbytes)
-        self._engine: Engine | None = Engine(self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text)
+        self._engine: Engine | None = Engine(
+            self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text, prefix_reuse=prefix_reuse
+        )
 
     @classmethod
     def from_pretrained(
@@ -97,6 +110,7 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        prefix_reuse: bool = True,
         compile: bool | None = None,
         **model_kwargs: Any,
     ) -> Self:
@@ -135,6 +149,7 @@ class Decoder:
             memory_fraction=memory_fraction,
             kv_memory=kv_memory,
             attention=attention,
+            prefix_reuse=prefix_reuse,
             compile=compile,
         )
 
@@ -298,6 +313,10 @@ class Decoder:
         """A snapshot: requests and blocks now, tokens and copies so far."""
         return self._running_engine().counters()
 
+    def forget_prefixes(self) -> None:
+        """Take over nothing that was computed so far: the model gives other answers than before."""
+        self._running_engine().forget_prefixes()
+
     def close(self) -> None:
         """Give the pool's memory back; the decoder cannot be used afterwards."""
         self._engine = None
@@ -322,8 +341,17 @@ class Decoder:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds."""
+        """Blocks that nobody holds, also where they keep what a later prompt may begin with."""
         return self._running_engine().pool.num_free
+
+    @property
+    def level(self) -> Level:
+        """How the model is decoded over blocks: see ``model_levels``."""
+        return self._adapter.level
+
+    def describe(self) -> str:
+        """How the model is decoded, in a sentence."""
+        return self._adapter.description
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
@@ -450,26 +478,40 @@ def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int 
 def _blocks_that_fit(
     adapter: ModelAdapter, shapes: Sequence[LayerShape], block_size: int, memory_fraction: float, kv_memory: int | None
 ) -> int:
-    """As many as memory holds: on a GPU what is left after the weights and a trial step, on a CPU ``kv_memory``."""
-    bytes_per_block = block_size * kv_bytes(shapes).per_token
-    memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
-    if kv_memory is None and adapter.device.type == "cuda":
-        memory = int(memory_fraction * _left_after_trial_step(adapter))
-    if memory < bytes_per_block:
-        raise ValueError(f"{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
-    return memory // bytes_per_block
+    """As many as memory holds: on a GPU what is left after the weights and a trial step, on a CPU ``kv_memory``.
+
+    Of several devices the one that holds the fewest, for its layers, decides.
+    """
+    by_device: dict[torch.device, list[LayerShape]] = {}
+    for shape in shapes:
+        by_device.setdefault(shape.device, []).append(shape)
+    left = {} if kv_memory is not None else _left_after_trial_step(adapter, by_device)
+    fitting = []
+    for device, there in by_device.items():
+        memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
+        bytes_per_block = block_size * kv_bytes(shapes).per_token
+        if device in left:
+            memory = int(memory_fraction * left[device]) - 2 * STATES_BESIDE_POOL * adapter.state_bytes
+            bytes_per_block = block_size * kv_bytes(there).per_token
+        if memory < bytes_per_block:
+            raise ValueError(f"{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
+        fitting.append(memory // bytes_per_block)
+    return min(fitting, default=MAX_EMPTY_BLOCKS)  # where no layer keeps K/V blocks only count tokens
 
 
-def _left_after_trial_step(adapter: ModelAdapter) -> int:
-    """Bytes of GPU memory that a full prefill leaves free."""
+def _left_after_trial_step(adapter: ModelAdapter, devices: Iterable[torch.device]) -> dict[torch.device, int]:
+    """Bytes of memory that a full prefill leaves free on each GPU."""
+    gpus = [device for device in devices if device.type == "cuda"]
+    if not gpus:
+        return {}
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(adapter.device)
-    before = torch.cuda.memory_allocated(adapter.device)
-    adapter.probe(min(MAX_PREFILL_TOKENS, adapter.max_length or MAX_PREFILL_TOKENS))
-    activations = torch.cuda.max_memory_allocated(adapter.device) - before
+    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
+    for gpu in gpus:
+        torch.cuda.reset_peak_memory_stats(gpu)
+    adapter.probe(min(MAX_PASS_TOKENS, adapter.max_length or MAX_PASS_TOKENS))
+    activations = {gpu: torch.cuda.max_memory_allocated(gpu) - before[gpu] for gpu in gpus}
     torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(adapter.device)
-    return int(free) - activations
+    return {gpu: int(torch.cuda.mem_get_info(gpu)[0]) - activations[gpu] for gpu in gpus}
 
 
 def _check_known(params: Params, vocabulary_size: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from cowbeam.decoder.adapters import inside_wrapper
 from cowbeam.decoder.attachment import Attachment, Knobs
 from cowbeam.decoder.model_view import view_of
 from cowbeam.decoder.refusals import given_cache
@@ -35,7 +36,8 @@ def attach(
     transformers, with one warning that says why. An output's cache is None: its blocks are free for the next call.
 
     Args:
-        model: any transformers model. It is tried out now, if it is in eval mode, else at the first call.
+        model: any transformers model, or one with adapters of PEFT in its layers (LoRA). It is tried out now, if it is
+            in eval mode, else at the first call.
         block_size: as for ``Decoder``, as are the others.
         attention: "triton", "torch" or "auto".
         compile: None means on the Triton path on CUDA.
@@ -46,6 +48,7 @@ def attach(
     Raises:
         ValueError: ``model`` is no transformers model, or has no ``generate`` or one of its own; a knob out of range.
     """
+    wrapper, model = model, inside_wrapper(model)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
     if not hasattr(type(model), "generate"):
@@ -61,11 +64,12 @@ def attach(
         _is_usable(model, attachment)
     model.__dict__[_ATTACHMENT] = attachment
     model.__dict__["generate"] = types.MethodType(generate, model)
-    return model
+    return wrapper
 
 
 def detach(model: PreTrainedModel) -> None:
     """Give ``model`` its own ``generate`` back and free the memory; nothing happens if it is not attached."""
+    model = inside_wrapper(model)
     if model.__dict__.pop(_ATTACHMENT, None) is not None:
         del model.__dict__["generate"]
 

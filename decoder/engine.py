@@ -1,19 +1,16 @@
 """The engine: requests in, one turn at a time, results out.
 
-A turn either computes the prompts of newly admitted groups, each once, or gives every live branch one token. Any
+A turn either computes a pass of prompts, each once, or gives every live branch one token; the scheduler says which. Any
 thread may turn the engine; each turn advances all requests, whoever asked for them.
 """
 
-import math
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
-from torch import Tensor
 
 from cowbeam.decoder.batch import Batch, Layout, lay_out
 from cowbeam.decoder.blocks import BlockPool
@@ -21,51 +18,22 @@ from cowbeam.decoder.branch_scorer import ScorerError
 from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.choice_graph import Flight
 from cowbeam.decoder.counters import Counters, Tally
-from cowbeam.decoder.frames import DecodeText, Frame, make_frame
+from cowbeam.decoder.faults import fault_of
+from cowbeam.decoder.frames import DecodeText, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_text
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.lookahead import Landing, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
+from cowbeam.decoder.placement import on_device
+from cowbeam.decoder.run import Run, TurnError, Watch
 from cowbeam.decoder.sampling import Sampling
-from cowbeam.decoder.scheduler import Scheduler
+from cowbeam.decoder.scheduler import Part, Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
-from cowbeam.decoder.strategy import Candidate, Continuation, Strategy
-
-Watch = Literal["frames", "tokens"]
+from cowbeam.decoder.strategy import Candidate, Continuation
 
 # Seconds that a turn waits where another caller waits for the engine.
 _COURTESY = 1e-4
-
-
-class TurnError(RuntimeError):
-    """A turn of the engine failed, and with it every request in flight. The model's own error is the cause."""
-
-
-class Run:
-    """One request in flight, as its caller holds it; it ends with a ``result`` or an ``error``, never both.
-
-    Where the caller watches, ``frames`` collects a frame a step, or ``tokens`` the tokens of the samples (sample,
-    token id, log-prob), until the caller takes them (``popleft``); else both are None.
-    """
-
-    def __init__(self, group: Group, source: CandidateSource, watch: Watch | None) -> None:
-        self.group = group
-        self.source = source
-        self.frames: deque[Frame] | None = deque() if watch == "frames" else None
-        self.tokens: deque[tuple[int, int, float]] | None = deque() if watch == "tokens" else None
-        self.result: DecodeResult | None = None
-        self.error: BaseException | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """It has a result or an error."""
-        return self.result is not None or self.error is not None
-
-    @property
-    def has_begun(self) -> bool:
-        """It has taken its first step; before, it waits for a place."""
-        return self.is_over or self.group.steps > 0
 
 
 class Engine:
@@ -79,14 +47,18 @@ class Engine:
         kv_bytes: KVBytes,
         decode_text: DecodeText,
         looks_ahead: bool | None = None,
+        *,
+        prefix_reuse: bool = False,
     ) -> None:
         self._adapter = adapter
         self._cache = cache
         self._graphs = StepGraphs(adapter, cache)
         self._lookahead = Lookahead(self._graphs, cache.block_size, cache.scratch_block)
         # A host that computes the step itself has nothing to overlap.
-        self._looks_ahead = adapter.device.type == "cuda" if looks_ahead is None else looks_ahead
+        looks_ahead = adapter.device.type == "cuda" if looks_ahead is None else looks_ahead
+        self._looks_ahead = looks_ahead and adapter.can_look_ahead
         self._num_blocks = num_blocks
+        self._prefix_reuse = prefix_reuse and adapter.computes_pieces
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
         self._lock = threading.RLock()
@@ -99,7 +71,8 @@ class Engine:
 
     def _start_afresh(self) -> None:
         self._runs: dict[Group, Run] = {}
-        self.pool = BlockPool(self._num_blocks, self._cache.block_size)
+        self.pool = BlockPool(self._num_blocks, self._cache.block_size, prefix_reuse=self._prefix_reuse)
+        self._seen = self._adapter.weights_seen  # by what is in the pool
         self._scheduler = Scheduler(self.pool)
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
@@ -112,7 +85,7 @@ class Engine:
         """Queue a request; turns of the engine advance it. Raises ValueError if it could never run."""
         with self._called():
             self._scheduler.check_fits(request)
-            group = Group(request, self.pool, self._kv_bytes)
+            group = Group(request, self.pool, self._kv_bytes, in_pieces=self._adapter.computes_pieces)
             if watch == "frames":
                 group.tree.events = []
             run = Run(group, CandidateSource(group, self._adapter.device), watch)
@@ -144,12 +117,13 @@ class Engine:
         started = time.perf_counter()
         self._in_turn = True
         try:
-            # What is in flight lands first: its rows are those of the groups that run now.
-            admitted = self._scheduler.admit() if self._flight is None else []
-            if admitted:
-                self._prefill(admitted)
-            else:
-                self._decode()
+            with on_device(self._adapter.device):
+                # What is in flight lands first: its rows are those of the groups that run now.
+                if self._flight is not None or not self._scheduler.is_pass_due:
+                    self._decode()
+                else:
+                    self._follow_owner()
+                    self._prefill(self._scheduler.next_pass())
         except BaseException as error:
             # The turn may have stopped anywhere: no state of it is worth keeping.
             self._fail_all(error)
@@ -196,39 +170,70 @@ class Engine:
     def counters(self) -> Counters:
         """What is in flight and what was done so far."""
         with self._called():
-            return self._tally.counters(self.pool, self._scheduler.running, len(self._scheduler.waiting))
+            return self._tally.counters(self.pool, self._scheduler.admitted, self._scheduler.waiting)
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
         with self._lock:
             held = [branch.last_block for group in self._runs for branch in group.branches]
             self.pool.check_integrity(held)
-            assert sum(group.tree.num_blocks for group in self._runs) == self.pool.num_live, "block counts disagree"
+            for group in self._runs:
+                blocks = {block for branch in group.branches for block in branch.block_table}
+                assert group.tree.num_blocks == len(blocks), f"{group.tree.num_blocks} blocks counted of {len(blocks)}"
 
-    def _prefill(self, groups: Sequence[Group]) -> None:
+    def _follow_owner(self) -> None:
+        """K/V by other weights than the model's now are not taken over."""
+        self._adapter.follow_owner()
+        if self._seen != self._adapter.weights_seen:
+            self.pool.forget_prefixes()
+            self._seen = self._adapter.weights_seen
+
+    def forget_prefixes(self) -> None:
+        """Take over nothing that was computed so far."""
+        with self._called():
+            self.pool.forget_prefixes()
+
+    def _prefill(self, parts: Sequence[Part]) -> None:
+        """Compute a pass; whose prompt is complete by it makes its first choice."""
+        if not parts:  # all that was to compute was found
+            return
+        logits = self._adapter.compute(
+            self._cache,
+            [part.piece.token_ids for part in parts],
+            [part.piece.block_table for part in parts],
+            [part.piece.start for part in parts],
+            [part.piece.owner for part in parts],
+        )
+        last = {part.group: row for row, part in enumerate(parts)}
+        # Who was preempted knows its next tokens already.
+        fresh = [group for group in last if not group.steps and not group.backlog.num_tokens]
+        if fresh:
+            for group in fresh:
+                self._batch.add_group(group)
+            sources = self._sources(fresh)
+            rows = [torch.tensor([last[group]], device=logits.device) for group in fresh]
+            flight = Flight(fresh, sources, logits, rows, [source.given for source in sources])
+            self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
+
+    def _launch(self) -> Flight | None:
+        """Begin a step of those that run, none if nobody does."""
+        self._scheduler.next_step()
+        groups = list(self._scheduler.running)
+        if not groups:  # the oldest has its prompt to compute, and needed what they had
+            return None
         for group in groups:
-            group.plant()
-            group.measure()
-        prompts = [group.request.prompt_token_ids for group in groups]
-        tables = [group.branches[0].block_table for group in groups]
-        logits = self._adapter.prefill(self._cache, prompts, tables)
-        self._tally.prefill_tokens += sum(map(len, prompts))
-        for group in groups:
-            self._batch.add_prompt(group)
-        sources = self._sources(groups)
-        rows = list(torch.arange(len(groups), device=logits.device)[:, None])
-        flight = Flight(list(groups), sources, logits, rows, [source.given for source in sources])
-        self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
+            if group.branches[0].row is None:  # it was preempted
+                self._batch.add_group(group)
+        sources = self._sources(groups)  # now: a frame that cannot be made ends its group
+        layout = self._lay_out(groups)
+        return self._lookahead.launch(groups, sources, self._batch.upload(layout), layout)
 
     def _decode(self) -> None:
         """Give every branch a token. The step after it begins before the host knows which, where that may be."""
-        flight = self._flight
-        if flight is None:
-            groups = list(self._scheduler.running)
-            sources = self._sources(groups)
-            layout = self._lay_out(groups)
-            flight = self._lookahead.launch(groups, sources, self._batch.upload(layout), layout)
+        flight = self._flight or self._launch()
         self._flight = None
+        if flight is None:
+            return
         if self._may_look_ahead(flight):
             landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
         else:
@@ -255,7 +260,7 @@ class Engine:
         return (
             self._looks_ahead
             and flight.groups == self._scheduler.running
-            and not self._scheduler.admissible()
+            and not self._scheduler.has_pass
             and self._lookahead.may_follow(flight, self.pool)
         )
 
@@ -271,8 +276,11 @@ class Engine:
             elif error := self._runs[group].source.fault:
                 self._fail(group, error)
                 chosen.append([])
-            elif fault := _fault(group.strategy, columns[0], maxima):
-                self._fail(group, ValueError(f"{fault}, at generated token {group.num_generated + 1}"))
+            elif fault := fault_of(group.strategy, columns[0], maxima):
+                group.forget_blocks()
+                self._fail(
+                    group, ValueError(f"{fault}, at generated token {group.num_generated + 1} of {_named(group)}")
+                )
                 chosen.append([])
             else:
                 candidates = self._runs[group].source.with_plain(unpack(columns.tolist()))
@@ -304,6 +312,7 @@ class Engine:
         result = group.result(
             texts,
             self._adapter.path,
+            level=self._adapter.level,
             cuda_graphs=self._graphs.is_capturing,
             compiled=self._adapter.is_compiled,
         )
@@ -357,25 +366,7 @@ class Engine:
         self._start_afresh()
 
 
-def _fault(strategy: Strategy, scores: Tensor, maxima: Tensor) -> str | None:
-    """What is wrong with the candidates of these scores, if anything is. maxima: of the logits, [rows]."""
-    if scores.isnan().any():
-        return _fault_of_logits(maxima)
-    # Each sample needs its candidate; beams need one, unless some are finished.
-    is_allowed = scores > -math.inf
-    if isinstance(strategy, Sampling):
-        is_stuck = not is_allowed.all()
-    else:
-        is_stuck = not is_allowed.any() and not strategy.hypotheses
-    return "the logits processors allow no token" if is_stuck else None
-
-
-def _fault_of_logits(maxima: Tensor) -> str:
-    """Why scores are NaN. maxima [rows]."""
-    if maxima.isnan().any():
-        return "the model's logits hold NaN"
-    if maxima.isposinf().any():
-        return "the model's logits hold +inf"
-    if maxima.isneginf().any():
-        return "a row of the model's logits has no finite value"
-    return "the logits processors allow no token"
+def _named(group: Group) -> str:
+    """The request in an error."""
+    ids = group.request.prompt_token_ids
+    return f"the prompt of {len(ids)} tokens [{', '.join(map(str, ids[:8]))}{', …' if len(ids) > 8 else ''}]"

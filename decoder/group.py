@@ -1,11 +1,13 @@
 """A group: the branches of one request, from prompt to completions."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cowbeam.decoder.backlog import Backlog, Piece
 from cowbeam.decoder.beam_search import BeamSearch
-from cowbeam.decoder.blocks import BlockPool
+from cowbeam.decoder.blocks import Block, BlockPool
 from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
@@ -75,17 +77,26 @@ def make_endings(request: Request) -> Endings:
 
 
 class Group:
-    """One request in flight. ``branches`` are the live ones in rank order; before the first choice it is one."""
+    """One request in flight. ``branches`` are the live ones in rank order; before the first choice it is one.
 
-    def __init__(self, request: Request, pool: BlockPool, kv_bytes: KVBytes) -> None:
+    ``backlog`` is what it has slots for and has not computed; until that is empty it takes part in no step.
+    """
+
+    def __init__(self, request: Request, pool: BlockPool, kv_bytes: KVBytes, *, in_pieces: bool = True) -> None:
         self.request = request
+        self._in_pieces = in_pieces  # else each sequence is computed from its begin and at once
         self.strategy = make_strategy(request)
         self.tree = BranchTree(pool)
         self.branches: list[Branch] = []
         self.parents: list[int] = []  # of the last choice: each branch's parent branch id, for frames
+        self.backlog = Backlog(may_cut=in_pieces)
         self.steps = self.decode_tokens = 0
+        self.prefill_tokens = self.reused_tokens = self.recomputed_tokens = self.preemptions = 0
         self._kv_bytes = kv_bytes
         self._peak_blocks = self._peak_tokens = self._peak_copied = 0
+        self._num_blocks_before: int | None = None  # it was preempted
+        self._found: tuple[int, list[Block]] | None = None  # as of these changes; since given away, some may be
+        self._generation: int | None = None  # of the prefix cache, when it was planted, if its blocks may be found
         self._started = time.perf_counter()
 
     @property
@@ -99,11 +110,78 @@ class Group:
         token = self.branches[0].last_token if self.branches else None
         return token.length if token else 0
 
-    def plant(self) -> Branch:
-        """Reserve the prompt's slots; it will be computed once, for all branches to come."""
-        branch = self.tree.plant(self.num_prompt_tokens)
-        self.branches = [branch]
-        return branch
+    @property
+    def blocks_to_take(self) -> int:
+        """Free blocks that ``plant`` would take now: blocks that others use already are shared."""
+        in_all = -(-self.num_prompt_tokens // self.tree.pool.block_size)
+        if self._num_blocks_before is not None:
+            in_all = self._num_blocks_before
+        pool = self.tree.pool
+        if self._found is None or self._found[0] != pool.prefixes.changes:
+            self._found = (pool.prefixes.changes, self._find_prefix())
+        # A block in use follows blocks in use.
+        return in_all - bisect_left(self._found[1], True, key=lambda block: block.ref_count == 0)
+
+    def plant(self) -> None:
+        """Reserve the prompt's slots, to be computed once for all branches to come; after a preemption, all slots."""
+        pool = self.tree.pool
+        prefix = self._find_prefix()
+        self._found, self._generation = None, pool.prefixes.generation
+        start = len(prefix) * pool.block_size
+        if self.branches:
+            for branch, first in self.tree.replant(prefix):
+                self._owe(branch, first)
+            before = self._num_blocks_before
+            assert self.tree.num_blocks == before, f"{self.tree.num_blocks} blocks for what had {before}"
+        else:
+            self.branches = [self.tree.plant(self.num_prompt_tokens, prefix)]
+            self._owe(self.branches[0], start)
+        if not self.steps:
+            self.reused_tokens = start
+        self.measure()
+
+    def _find_prefix(self) -> list[Block]:
+        """Full blocks that hold the prompt's begin; of a prompt whose logits are wanted all but the last token."""
+        pool = self.tree.pool
+        if not pool.prefix_reuse:
+            return []
+        wanted = self.num_prompt_tokens if self.steps else self.num_prompt_tokens - 1
+        return pool.find_prefix(self.request.prompt_token_ids[:wanted])
+
+    def _owe(self, branch: Branch, start: int) -> None:
+        """To be computed: what is in ``branch``'s slots from position ``start`` on, all where sequences stay whole."""
+        start = start if self._in_pieces else 0
+        prompt = self.request.prompt_token_ids[start:]
+        generated = branch.token_ids_from(max(0, start - self.num_prompt_tokens))
+        token_ids = (*prompt, *generated)[: branch.num_slots - start]
+        self.backlog.add(Piece(token_ids, start, branch.block_table, branch))
+
+    def take(self, limit: int) -> Piece:
+        """Tokens of the backlog for the next pass, at most ``limit``; blocks of the prompt that they fill are found."""
+        piece = self.backlog.take(limit)
+        if self.steps:
+            self.recomputed_tokens += len(piece.token_ids)
+        else:
+            self.prefill_tokens += len(piece.token_ids)
+        if self._may_be_found:
+            prompt, pool = self.request.prompt_token_ids, self.tree.pool
+            pool.enter_prefix(prompt[: min(piece.end, len(prompt))], piece.block_table, piece.start)
+        return piece
+
+    def give_back(self) -> None:
+        """Give every block back and be as before ``plant``, but for tokens and scores."""
+        self.preemptions += 1
+        self._num_blocks_before = self.tree.num_blocks
+        self.tree.uproot()
+        self.backlog.clear()
+        if not self.steps:  # what was computed of the prompt will be computed again
+            self.recomputed_tokens += self.prefill_tokens
+            self.prefill_tokens = 0
+
+    @property
+    def _may_be_found(self) -> bool:
+        prefixes = self.tree.pool.prefixes
+        return self.tree.pool.prefix_reuse and self._generation == prefixes.generation
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Continuation]:
         """Let the strategy choose and make its choice the live branches; returns it. Frees everything when done."""
@@ -132,7 +210,7 @@ class Group:
             taken.add(parent.branch_id)
         for branch in self.branches:
             if branch.branch_id not in taken:
-                self.tree.free(branch)
+                self._free(branch)
         for branch, continuation in zip(successors, continuations, strict=True):
             c = continuation
             self.tree.append_token(branch, c.token_id, c.logprob, c.beam, c.plain)
@@ -161,24 +239,47 @@ class Group:
         )
 
     def free(self) -> None:
-        """Give every block back."""
+        """Give every block back; the group is over."""
         for branch in self.branches:
-            self.tree.free(branch)
+            self._free(branch)
         self.branches = []
+        self.backlog.clear()
+
+    def _free(self, branch: Branch) -> None:
+        if self._may_be_found and not self.backlog.num_tokens:
+            self.tree.keep_findable(branch, self.request.prompt_token_ids)
+        self.tree.free(branch)
+
+    def forget_blocks(self) -> None:
+        """What its blocks hold is worth nothing: nobody shall find them."""
+        self._generation = None
+        for branch in self.branches:
+            for block in links(branch.last_block):
+                self.tree.pool.prefixes.forget(block)
 
     def result(
-        self, texts: Sequence[str], attention: str, *, cuda_graphs: bool = False, compiled: bool = False
+        self,
+        texts: Sequence[str],
+        attention: str,
+        *,
+        level: int = 1,
+        cuda_graphs: bool = False,
+        compiled: bool = False,
     ) -> DecodeResult:
         """The finished request; ``texts`` are of ``hypotheses``, in their order."""
         stats = DecodeStats(
             steps=self.steps,
-            prefill_tokens=self.num_prompt_tokens,
+            prefill_tokens=self.prefill_tokens,
+            reused_tokens=self.reused_tokens,
+            recomputed_tokens=self.recomputed_tokens,
+            preemptions=self.preemptions,
             decode_tokens=self.decode_tokens,
             cow_copies=self.tree.num_cow_copies,
             peak_blocks=self._peak_blocks,
             bytes_per_block=self.tree.pool.block_size * self._kv_bytes.per_token,
             block_size=self.tree.pool.block_size,
             peak_memory=self._memory(self._peak_blocks, self._peak_tokens, self._peak_copied),
+            level=level,
             attention=attention,
             cuda_graphs=cuda_graphs,
             compiled=compiled,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cowbeam.decoder.group import KVBytes
+from cowbeam.decoder.placement import on_device
 from cowbeam.kernels.cache_ops import copy_blocks, layer_pointers, write_kv
 
 
@@ -64,12 +65,12 @@ class KVCache:
         self.block_size = block_size
         self.scratch_block = num_blocks
         self.layers = [LayerCache(shape, num_blocks + 1, block_size) for shape in shapes]
-        # One launch copies all layers whose blocks have one size; most models have only one.
-        by_size: dict[int, list[Tensor]] = {}
+        # One launch copies all layers of a device whose blocks have one size; most models have only one such kind.
+        alike: dict[tuple[torch.device, int], list[Tensor]] = {}
         for layer in self.layers:
             for tensor in layer.tensors:
-                by_size.setdefault(tensor[0].nbytes, []).append(tensor)
-        self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in by_size.values()]
+                alike.setdefault((tensor.device, tensor[0].nbytes), []).append(tensor)
+        self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in alike.values()]
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +83,9 @@ class KVCache:
         Sources are live and destinations were free, so the two are disjoint and the order does not matter.
         """
         for tensors, pointers in self._copied_together:
-            copy_blocks(tensors, sources, destinations, pointers=pointers)
+            device = pointers.device
+            with on_device(device):
+                copy_blocks(tensors, sources.to(device), destinations.to(device), pointers=pointers)
 
 
 def kv_bytes(shapes: Sequence[LayerShape]) -> KVBytes:
@@ -115,7 +118,7 @@ def kv_layout(shapes: Sequence[LayerShape], pool_bytes: int) -> KVLayout:
     """The layout of these layers."""
     widths = {(shape.kv_heads, shape.key_dim, shape.value_dim, shape.dtype.itemsize) for shape in shapes}
     per_token = kv_bytes(shapes).per_token
-    heads, key_dim, value_dim, item_bytes = widths.pop()
-    if widths or key_dim != value_dim:
+    heads, key_dim, value_dim, item_bytes = widths.pop() if widths else (0, 0, 0, 0)
+    if widths or key_dim != value_dim or not shapes:
         return KVLayout(len(shapes), None, None, None, per_token, pool_bytes)
     return KVLayout(len(shapes), heads, key_dim, item_bytes, per_token, pool_bytes)

@@ -4,9 +4,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cowbeam.decoder.engine import Run, TurnError
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.outputs import Outcome
+from cowbeam.decoder.run import Run, TurnError
 
 if TYPE_CHECKING:
     from cowbeam.decoder.decoder import Decoder

@@ -5,22 +5,29 @@ of a forward pass only: outside of one it is as its owner left it.
 """
 
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from cowbeam.decoder.adapters import switches_of
 from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
+from cowbeam.decoder.branch_states import StateOwner
 from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
 from cowbeam.decoder.cpu_linear import CPULinears, is_faster_here
+from cowbeam.decoder.experts import BatchedExperts
 from cowbeam.decoder.fused_linear import FusedLinears, find_groups, place_of
+from cowbeam.decoder.gathered import GatheredModel
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
+from cowbeam.decoder.model_levels import Level, UnpageableError, levels_of, refuse_unsupported
+from cowbeam.decoder.placement import entry_device, is_on_one_device
 
 logger = logging.getLogger("cowbeam")
 
@@ -29,44 +36,20 @@ logger = logging.getLogger("cowbeam")
 _SWITCH = threading.RLock()
 
 
-def refuse_unsupported(model: PreTrainedModel) -> None:
-    """Raises ValueError, naming the model and the reason, if its layers cannot keep their K/V in blocks."""
-    name, config = type(model).__name__, model.config
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder; cowbeam decodes causal language models")
-    if model.training:
-        raise ValueError(f"{name} is in training mode: call model.eval() first")
-    parameters = inspect.signature(model.forward).parameters
-    if not model.can_generate() or "input_ids" not in parameters:
-        raise ValueError(f"{name} has no language-model head; load it as AutoModelForCausalLM")
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
-    types = set(getattr(config.get_text_config(), "layer_types", None) or ["full_attention"])
-    # A DummyLayer belongs to a layer that attends to another one's K/V; it keeps its own copy here.
-    recurrent = [layer for layer in layers if type(layer).__name__ not in _PLAIN_LAYERS]
-    if recurrent or not types <= {"full_attention", "sliding_attention"}:
-        kinds = sorted(types - {"full_attention", "sliding_attention"}) or [type(recurrent[0]).__name__]
-        raise ValueError(f"{name} cannot be decoded over KV blocks: it has layers of kind {', '.join(kinds)}")
-    if not model._can_set_attn_implementation() or "position_ids" not in parameters:
-        raise ValueError(f"{name} cannot be decoded over KV blocks: it does not use transformers' attention interface")
-
-
 def first_line(error: Exception) -> str:
     """The message in short; it may quote what the user gave, control characters included."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
     return "".join(character if character.isprintable() else "?" for character in line)
 
 
-_PLAIN_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer")
-
-
 def _parts_of(model: PreTrainedModel) -> list[Hashable]:
-    """What a captured step of the model is bound to: where its tensors lie, its hooks, its modules' functions."""
+    """What a captured step of the model is bound to: where its tensors lie, hooks, adapters, its modules' functions."""
     found: list[Hashable] = []
     for module in model.modules():
         tensors: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
         found.append(id(type(module)))
         found += [place_of(tensor) for tensor in tensors if type(tensor) in (torch.nn.Parameter, Tensor)]
-        found += [*module._forward_pre_hooks, *module._forward_hooks]
+        found += [*module._forward_pre_hooks, *module._forward_hooks, switches_of(module)]
         if "forward" in module.__dict__:
             found.append(id(module.__dict__["forward"]))
     return found
@@ -78,20 +61,61 @@ class ModelAdapter:
     def __init__(self, model: PreTrainedModel, path: AttentionPath) -> None:
         refuse_unsupported(model)
         self.model = model
-        self.path: AttentionPath = path
+        self.levels = levels_of(model)
+        self.level: Level = self.levels[0]
+        self._kernels: AttentionPath = path
         embedding = model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor), "the input embedding is a matrix"
-        self.device = embedding.device
+        self.device = entry_device(model)
+        self.is_on_one_device = is_on_one_device(model)
         self.vocabulary_size = len(embedding)  # token ids the embedding knows
         configs = (getattr(module, "config", None) for module in model.modules())
         self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._attention_modules: list[torch.nn.Module] = []
+        self._gathered = GatheredModel(model, self._run_as_it_is)
         self._fused = FusedLinears([])
         self._on_cpu = self._find_cpu_linears()
         self._compiled: CompiledLayers | None = None
+        self._batched_experts: BatchedExperts | None = None
         self._parts: list[Hashable] = []
+        self._edits = 0
         self.version = 0
+
+    @property
+    def path(self) -> Literal["triton", "torch", "gathered"]:
+        """What attends: cowbeam's kernels, or the model itself over K/V gathered from blocks."""
+        return self._kernels if self.level == 1 else "gathered"
+
+    @property
+    def description(self) -> str:
+        """On which level the model is decoded, in a sentence."""
+        ways = {
+            1: f"cowbeam attends over its blocks ({self._kernels})",
+            2: "it attends itself, over K/V gathered from blocks",
+            3: f"it attends itself, over K/V gathered from blocks; {self.state_bytes:,} bytes of states a branch",
+        }
+        return f"{type(self.model).__name__} is decoded on level {self.level}: {ways[self.level]}"
+
+    @property
+    def can_look_ahead(self) -> bool:
+        """A step may run that is dropped later: what it wrote lies in slots that nobody reads, or in no branch."""
+        return self.level < 3
+
+    @property
+    def computes_pieces(self) -> bool:
+        """A prompt may be computed piece by piece, and what others have computed of it be taken over."""
+        return self.level < 3
+
+    @property
+    def can_capture(self) -> bool:
+        """A step is a chain of launches on one GPU, the host waits for none of them, and weights lie where they lie."""
+        return self.path == "triton" and self.device.type == "cuda" and self.is_on_one_device
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the dense states that a branch has beside its K/V."""
+        return self._gathered.state_bytes if self.level == 3 else 0
 
     @property
     def is_compiled(self) -> bool:
@@ -106,7 +130,8 @@ class ModelAdapter:
         original length: a neighbour would change the answer. So the original length is the limit there.
         """
         config: Any = self.model.config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None)
+        names = ("max_position_embeddings", "max_seq_len")  # the second is MPT's
+        limit = min((value for name in names if (value := getattr(config, name, None)) is not None), default=None)
         rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         if "longrope" in (rope.get("rope_type"), rope.get("type")):
             original = rope.get("original_max_position_embeddings")
@@ -115,13 +140,15 @@ class ModelAdapter:
 
     def probe(self, num_tokens: int) -> list[LayerShape]:
         """One plain forward pass that tells what each layer stores."""
+        if self.level > 1:
+            return self._gathered.probe(num_tokens, self.device)
         step = self._probe(num_tokens)
-        if any(shape.device != self.device for shape in step.shapes.values()):
-            raise ValueError("the model's layers lie on several devices: cowbeam decodes on one")
         layers = sorted(step.shapes)
         if not layers or layers != list(range(len(layers))):
             name = type(self.model).__name__
-            raise ValueError(f"{name} cannot be decoded over KV blocks: its attention layers are numbered {layers}")
+            raise UnpageableError(
+                f"{name} cannot be decoded over KV blocks: its attention layers are numbered {layers}"
+            )
         self._attention_modules = [step.modules[layer] for layer in layers]
         return [step.shapes[layer] for layer in layers]
 
@@ -140,6 +167,7 @@ class ModelAdapter:
         """
         with _SWITCH:
             self._fused.refresh()
+            self._edits = sum(0 if p.is_inference() else p._version for p in self.model.parameters())
             parts = _parts_of(self.model)
             if parts != self._parts:
                 self._parts = parts
@@ -150,11 +178,19 @@ class ModelAdapter:
     def _find_cpu_linears(self) -> CPULinears | None:
         return CPULinears(self.model) if self.device.type == "cpu" and is_faster_here() else None
 
+    @property
+    def weights_seen(self) -> Hashable:
+        """Changes when ``follow_owner`` finds other weights or weights written in place, as far as torch counts that.
+
+        (It does not where somebody writes through ``.data``.)
+        """
+        return self.version, self._edits
+
     def fuse_linears(self) -> None:
         """Compute Linears that read the same input as one product, from now on."""
-        self._fused = FusedLinears(find_groups(self.model, lambda: self._probe(2)))
+        self._fused = FusedLinears(find_groups(self.model, lambda: self.probe(2)))
         try:
-            self._probe(2)
+            self.probe(2)
         except RuntimeError as error:  # a model may view an output as only a tensor of its own can be viewed
             self._fused = FusedLinears([])
             logger.warning("%s decodes without fused projections: %s", type(self.model).__name__, first_line(error))
@@ -168,23 +204,74 @@ class ModelAdapter:
         kinds = [(type(layer), shape.sliding_window) for layer, shape in zip(layers, shapes, strict=True)]
         self._compiled = CompiledLayers(layers, kinds, self._attention_modules, backend)
 
+    def batch_experts(self) -> bool:
+        """Compute experts without a question to the device from now on, in decode steps. False if nothing changes."""
+        if self._batched_experts is not None:
+            return False
+        self._batched_experts = BatchedExperts(self.model)
+        return bool(self._batched_experts)
+
     def stop_compiling(self, reason: str) -> None:
         """Run decode steps by the model's own layers again."""
         logger.warning("%s decodes without compiled layers: %s", type(self.model).__name__, reason)
         self._compiled = None
 
-    def prefill(self, cache: KVCache, prompts: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> Tensor:
-        """Compute whole prompts, each once, packed; logits ``[prompts, vocabulary]`` of their last tokens."""
+    def prefill(
+        self,
+        cache: KVCache,
+        prompts: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        owners: Sequence[StateOwner] = (),
+    ) -> Tensor:
+        """Compute whole prompts, each once; logits ``[prompts, vocabulary]`` of their last tokens.
+
+        ``owners``, one a prompt, get the dense states that it leaves behind, where the model has such.
+        """
         self.follow_owner()
-        lengths = [len(prompt) for prompt in prompts]
+        return self.compute(cache, prompts, tables, [0] * len(prompts), owners)
+
+    def compute(
+        self,
+        cache: KVCache,
+        pieces: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        owners: Sequence[StateOwner] = (),
+    ) -> Tensor:
+        """Compute pieces of prompts; logits ``[pieces, vocabulary]`` of their last tokens.
+
+        Args:
+            cache: where K/V go, and lie.
+            pieces: token ids.
+            tables: the block ids of each piece's sequence, from position 0 to the end of the piece at least.
+            starts: the position of each piece's first token. What lies before it has been computed, or is another
+                piece of this pass, listed before it. All are 0 where not ``computes_pieces``.
+            owners: one a piece; each gets the dense states that its piece leaves behind, where the model has such.
+        """
+        if self.level == 1:
+            return self._compute_packed(cache, pieces, tables, starts)
+        token_ids = [torch.tensor(piece, device=self.device) for piece in pieces]
+        blocks = [torch.tensor(table, device=self.device) for table in tables]
+        each = zip(token_ids, blocks, owners or itertools.repeat(None, len(pieces)), starts, strict=True)
+        return torch.stack([self._gathered.prefill(cache, *one) for one in each])
+
+    def _compute_packed(
+        self,
+        cache: KVCache,
+        pieces: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+    ) -> Tensor:
+        lengths = [len(piece) for piece in pieces]
         columns = max(len(table) for table in tables)
         padded = torch.tensor([[*table, *[0] * (columns - len(table))] for table in tables], dtype=torch.int32)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        prompt_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        blocks = padded[prompt_of_token, positions // cache.block_size].long()
+        spans = zip(starts, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, start + length) for start, length in spans])
+        piece_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        blocks = padded[piece_of_token, positions // cache.block_size].long()
         slots = blocks * cache.block_size + positions % cache.block_size
-        step = PrefillStep(cache, self.path, slots.to(self.device), lengths, padded.to(self.device))
-        token_ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
+        step = PrefillStep(cache, self._kernels, slots.to(self.device), lengths, list(starts), padded.to(self.device))
+        token_ids = torch.tensor([token for piece in pieces for token in piece], device=self.device)
         last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
         return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
 
@@ -205,18 +292,28 @@ class ModelAdapter:
         return self._decode(cache, inputs)
 
     def _decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
-        step = DecodeStep(cache, self.path, inputs)
-        return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
+        if self.level > 1:
+            return self._gathered.decode(cache, inputs)
+        step = DecodeStep(cache, self._kernels, inputs)
+        experts = self._batched_experts
+        with _SWITCH, experts.in_place(len(inputs.token_ids)) if experts else nullcontext():
+            return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 
     def own_logits(self, token_ids: Sequence[int]) -> Tensor:
         """The model's own answer, nothing of cowbeam in it: logits ``[tokens, vocabulary]``.
 
-        By its eager attention, which every model has: some releases let SDPA drop a model's soft-capping.
+        By its eager attention, which every model has: some releases let SDPA drop a model's soft-capping. (Beyond level
+        1 by its owner's, which attends in the steps too.)
         """
         ids = torch.tensor([token_ids], device=self.device)
-        with torch.inference_mode(), self._implementation("eager"):
+        with torch.inference_mode(), self._implementation("eager" if self.level == 1 else None):
             logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
-        return logits
+        return logits.to(self.device)
+
+    def _run_as_it_is(self, **inputs: Any) -> Any:
+        """The model's forward pass with its owner's attention."""
+        with torch.inference_mode(), self._implementation(None), self._faster_products():
+            return self.model(**inputs)
 
     def _forward(
         self, token_ids: Tensor, positions: Tensor, step: PrefillStep | DecodeStep | ProbeStep, last: Tensor | None
@@ -229,7 +326,7 @@ class ModelAdapter:
                 out = self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **keep)
         finally:
             STEP.reset(token)
-        logits: Tensor = out.logits
+        logits: Tensor = out.logits.to(self.device)
         return logits if last is None or keep else logits[:, last]
 
     @contextmanager
@@ -238,9 +335,12 @@ class ModelAdapter:
             yield
 
     @contextmanager
-    def _implementation(self, name: str) -> Iterator[None]:
-        """The model attends by this implementation inside the body, and by its owner's outside."""
+    def _implementation(self, name: str | None) -> Iterator[None]:
+        """The model attends by this implementation inside the body (None: its owner's), and by its owner's outside."""
         with _SWITCH:
+            if name is None:
+                yield
+                return
             before = [config._attn_implementation for config in self._configs]
             try:
                 # The setter of the config, not the model's `set_attn_implementation`, which walks all modules (0.4 ms).

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cowbeam.decoder.attachment import Attachment
+from cowbeam.decoder.model_levels import CACHE_NAMES
 from cowbeam.decoder.paged_rows import PagedRows, as_requests
-from cowbeam.decoder.refusals import CACHE_NAMES, given_cache, why_not
+from cowbeam.decoder.refusals import given_cache, why_not
 
 _LOOPS = ("_sample", "_beam_search", "_assisted_decoding")
 

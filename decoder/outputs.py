@@ -63,21 +63,27 @@ class MemoryUse:
 class DecodeStats:
     """What one request cost.
 
-    ``steps``: forward passes it took part in. ``prefill_tokens``: prompt tokens computed, each once.
-    ``decode_tokens``: generated tokens computed. ``peak_blocks`` and ``peak_memory``: of this request alone.
-    ``attention``: the path its steps took ("triton" or "torch"). ``cuda_graphs``: they were replayed, not launched
-    kernel by kernel. ``compiled``: by layers that torch compiled. ``seconds``: from the call to the result, waiting for
-    a place included.
+    ``steps``: tokens chosen a sequence. ``prefill_tokens``: prompt tokens computed, each once; ``reused_tokens``: those
+    taken over from an earlier request. ``preemptions``: times it gave its blocks back for older requests;
+    ``recomputed_tokens``: tokens computed once more after that. ``decode_tokens``: generated tokens computed.
+    ``peak_blocks`` and ``peak_memory``: of this request alone. ``level``: how the model's K/V get into blocks
+    (``model_levels``). ``attention``: the path its steps took ("triton", "torch", or "gathered": the model's own over
+    gathered K/V). ``cuda_graphs``: they were replayed, not launched kernel by kernel. ``compiled``: by layers that
+    torch compiled. ``seconds``: from the call to the result, waiting for a place included.
     """
 
     steps: int
     prefill_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    preemptions: int
     decode_tokens: int
     cow_copies: int
     peak_blocks: int
     bytes_per_block: int
     block_size: int
     peak_memory: MemoryUse
+    level: int
     attention: str
     cuda_graphs: bool
     compiled: bool

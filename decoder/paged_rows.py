@@ -6,7 +6,7 @@ places. Here equal rows are computed once and fork, and a change of places is a 
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.params import SamplingParams
-from cowbeam.decoder.scheduler import MAX_PREFILL_TOKENS
+from cowbeam.decoder.placement import on_device
+from cowbeam.decoder.scheduler import MAX_PASS_TOKENS, Part
 from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.strategy import Continuation
 
@@ -63,7 +64,7 @@ class PagedRows:
         self._adapter = adapter
         self._pool = BlockPool(memory.num_blocks, block_size)
         self._batch = Batch(block_size, adapter.device, memory.cache.scratch_block)
-        self._groups = [Group(request, self._pool, kv_bytes) for request in requests]
+        self._groups = [Group(request, self._pool, kv_bytes, in_pieces=adapter.computes_pieces) for request in requests]
         widths = [group.strategy.width for group in self._groups]
         starts = itertools.accumulate(widths, initial=0)
         # Of each group the rows that still have a branch, in its branches' order.
@@ -77,15 +78,26 @@ class PagedRows:
         """Compute every prompt once; logits of the last tokens, [rows, vocabulary], equal for rows of one prompt."""
         for group in self._groups:
             group.plant()
-            self._batch.add_prompt(group)
+            self._batch.add_group(group)
         self.peak_blocks = self._pool.num_live
-        logits = [self._prefill(groups) for groups in _passes(self._groups)]
+        self._adapter.follow_owner()
+        with on_device(self._adapter.device):
+            logits = [self._compute(parts) for parts in _passes(self._groups)]
         widths = torch.tensor([group.strategy.width for group in self._groups], device=self._adapter.device)
         return torch.cat(logits).repeat_interleave(widths, dim=0)
 
-    def _prefill(self, groups: Sequence[Group]) -> Tensor:
-        prompts = [group.request.prompt_token_ids for group in groups]
-        return self._adapter.prefill(self.memory.cache, prompts, [group.branches[0].block_table for group in groups])
+    def _compute(self, parts: Sequence[Part]) -> Tensor:
+        """Logits of the prompts that are complete by this pass."""
+        pieces = [piece for _, piece in parts]
+        logits = self._adapter.compute(
+            self.memory.cache,
+            [piece.token_ids for piece in pieces],
+            [piece.block_table for piece in pieces],
+            [piece.start for piece in pieces],
+            [piece.owner for piece in pieces],
+        )
+        complete = [row for row, (group, piece) in enumerate(parts) if piece.end == group.num_prompt_tokens]
+        return logits[complete]
 
     def reorder(self, parents: Tensor) -> None:
         """Row r of the next step continues row ``parents[r]``, of the same prompt; [rows]."""
@@ -106,7 +118,8 @@ class PagedRows:
         self._check_room(groups)
         layout = lay_out(groups)
         self.peak_blocks = max(self.peak_blocks, self._pool.num_live)
-        logits = self.memory.graphs.decode(self._batch.upload(layout))
+        with on_device(self._adapter.device):
+            logits = self.memory.graphs.decode(self._batch.upload(layout))
         # Finite logits for rows that have ended too: no processor stumbles over them.
         row_of = [0] * self._num_rows
         for rows, of_group in zip((live for live in self._live if live), layout.rows_of_group, strict=True):
@@ -149,14 +162,16 @@ class PagedRows:
         self._pool.check_integrity([branch.last_block for group in self._groups for branch in group.branches])
 
 
-def _passes(groups: Sequence[Group]) -> list[list[Group]]:
-    """The groups whose prompts are computed together, one list a forward pass."""
-    passes: list[list[Group]] = []
-    num_tokens = 0
+def _passes(groups: Sequence[Group]) -> Iterator[list[Part]]:
+    """All prompts in passes of bounded size, so that long ones take no more memory than several short ones."""
+    parts: list[Part] = []
+    left = MAX_PASS_TOKENS
     for group in groups:
-        num_tokens += group.num_prompt_tokens
-        if not passes or num_tokens > MAX_PREFILL_TOKENS:
-            passes.append([])
-            num_tokens = group.num_prompt_tokens
-        passes[-1].append(group)
-    return passes
+        while group.backlog.num_tokens:
+            parts.append(Part(group, group.take(left)))
+            left -= len(parts[-1].piece.token_ids)
+            if left <= 0:
+                yield parts
+                parts, left = [], MAX_PASS_TOKENS
+    if parts:
+        yield parts

@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cowbeam.decoder.adapters import has_adapters_by_row
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.model_levels import CACHE_NAMES
 
-CACHE_NAMES = ("cache", "past_key_values")  # since transformers 5.24, and before
 # What `generate` hands to its loops, with no meaning that blocks could miss.
 _HARMLESS = (
     "attention_mask",
@@ -49,11 +50,15 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
         return "synced_gpus is not supported"
     if adapter.path == "triton" and torch.is_autocast_enabled(adapter.device.type):
         return "autocast is not supported: a captured step keeps the types it was captured with"
+    if "prepare_inputs_for_generation" in vars(adapter.model):
+        return "the model's inputs are prepared in a way of its owner's (prompt learning, say)"
+    if has_adapters_by_row(adapter.model):
+        return "an adapter of its own for each row is not supported"
     for name, value in kwargs.items():
         if value is not None and name not in _HARMLESS:
             return f"the argument {name} is not supported"
     cache = given_cache(kwargs)
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or _is_filled(cache)):
         return "a given cache is not supported"
     if input_ids.ndim != 2 or not input_ids.shape[1]:
         return "a prompt without token ids is not supported"
@@ -66,6 +71,13 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
 def given_cache(kwargs: dict[str, Any]) -> Any:
     """The cache among these arguments, whatever this version calls it."""
     return next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def _is_filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:  # no layer of it keeps K/V, and so none knows a length
+        return bool(cache.has_previous_state())
 
 
 def _turns_by_length(config: Any) -> bool:

@@ -138,5 +138,5 @@ def _memory_table(result: DecodeResult) -> Table:
     ]
     for name, size in rows:
         style = "bold" if size == memory.used and name.startswith("cowbeam") else ""
-        table.add_row(name, in_bytes(size), f"{size / memory.used:.2f}", style=style)
+        table.add_row(name, in_bytes(size), f"{size / max(memory.used, 1):.2f}", style=style)
     return table

@@ -1,6 +1,7 @@
 """Does paged decoding of this very model give the model's own logits? Asked once, when a decoder is made."""
 
 import random
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.model_levels import UnpageableError
 from cowbeam.decoder.params import SamplingParams
 from cowbeam.decoder.scheduler import worst_case_blocks
 from cowbeam.decoder.strategy import Candidate
@@ -21,7 +23,7 @@ TOLERANCE_HALF = 0.2
 
 
 def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int, num_branches: int = 3) -> None:
-    """Decode a short prompt through a fork and compare. Raises ValueError if the logits differ.
+    """Decode a short prompt through a fork and compare. Raises UnpageableError if the logits differ.
 
     A prompt of odd length is prefilled, forked in the middle of a block and each of the branches given other tokens:
     a write into the shared block, a read of another branch's or a wrong one of several copies shows.
@@ -31,9 +33,9 @@ def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_si
     prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
     appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(num_branches)]
     error = _relative_error(adapter, shapes, block_size, prompt, appended)
-    tolerance = TOLERANCE.get(shapes[0].dtype, TOLERANCE_HALF)
+    tolerance = TOLERANCE.get(adapter.model.dtype, TOLERANCE_HALF)
     if not error <= tolerance:
-        raise ValueError(
+        raise UnpageableError(
             f"{type(adapter.model).__name__} cannot be decoded over KV blocks: its paged logits differ from its own "
             f"by {error:.1e} (relative, {tolerance:g} allowed)"
         )
@@ -72,8 +74,13 @@ def _paged_logits(
     cache = KVCache(shapes, pool.num_blocks, block_size)
     batch = Batch(block_size, adapter.device, cache.scratch_block)
     group.plant()
-    batch.add_prompt(group)
-    first = adapter.prefill(cache, [prompt], [group.branches[0].block_table])[0]
+    batch.add_group(group)
+    # In two pieces where the model computes such, so that the second one's past is read from blocks.
+    adapter.follow_owner()
+    planted = group.branches[0]
+    starts = [0, 3] if adapter.computes_pieces else [0]
+    pieces = [prompt[start:end] for start, end in pairwise([*starts, len(prompt)])]
+    first = adapter.compute(cache, pieces, [planted.block_table] * len(pieces), starts, [planted] * len(pieces))[-1]
     logits = [[first] for _ in appended]
     for step in range(steps):
         group.choose([Candidate(0.0, rank, tokens[step]) for rank, tokens in enumerate(appended)])

@@ -119,7 +119,7 @@ class StepGraphs:
         self._captured: dict[_Bucket, CapturedStep] = {}
         self._version = adapter.version
         self.pool: Any = None  # of graph memory, shared: only one graph runs at a time
-        self.is_capturing = adapter.path == "triton" and adapter.device.type == "cuda"
+        self.is_capturing = adapter.can_capture
 
     @torch.inference_mode()
     def decode(self, inputs: DecodeInputs) -> Tensor:
@@ -160,6 +160,8 @@ class StepGraphs:
             raise
         except RuntimeError as error:
             # A forward pass that waits for the device cannot be captured; nothing of the step is lost by that.
+            if self._adapter.batch_experts():
+                return self._capture(bucket, inputs)
             name = type(self._adapter.model).__name__
             logger.warning("%s decodes without CUDA graphs: %s", name, str(error).splitlines()[0])
             self.is_capturing = False

@@ -153,6 +153,13 @@ def _chain(last_blocks: list[Block], position: Position) -> list[Block]:
     return chain
 
 
+@dataclass
+class _Owner:
+    """Stands for a branch."""
+
+    state: object | None = None
+
+
 def _logits(
     decoder: Decoder, branches: _Branches, affected: set[int], column: int, block_id: int
 ) -> tuple[Tensor, Tensor]:
@@ -160,7 +167,8 @@ def _logits(
     adapter = decoder._adapter
     cache = KVCache(adapter.probe(num_tokens=2), branches.pool.num_blocks, decoder.block_size)
     tables, lengths = branches.tables, [len(ids) for ids in branches.token_ids]
-    adapter.prefill(cache, [ids[:-1] for ids in branches.token_ids], tables)
+    owners = [_Owner() for _ in tables]
+    adapter.prefill(cache, [ids[:-1] for ids in branches.token_ids], tables, owners)
     # Rows in tree order, as the kernels want them: those that share a block are neighbours.
     rows = sorted(range(len(tables)), key=lambda rank: tables[rank])
     padded = [[*tables[rank], *[0] * (max(map(len, tables)) - len(tables[rank]))] for rank in rows]
@@ -178,11 +186,14 @@ def _logits(
         copy_sources=idle,
         copy_destinations=idle,
         widest_group=len(rows),
+        owners=[owners[rank] for rank in rows],
     )
+    # The wrong step after the right one: it starts from the same states.
+    again = [_Owner(owner.state) for owner in inputs.owners]
     wrong = right.clone()
     wrong[[row for row, rank in enumerate(rows) if rank in affected], column] = block_id
     honest = adapter.decode(cache, inputs)
-    corrupt = adapter.decode(cache, dataclasses.replace(inputs, block_tables=wrong))
+    corrupt = adapter.decode(cache, dataclasses.replace(inputs, block_tables=wrong, owners=again))
     by_rank = [rows.index(rank) for rank in range(len(rows))]
     return honest[by_rank], corrupt[by_rank]
 

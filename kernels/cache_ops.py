@@ -1,6 +1,6 @@
-"""Writes into the KV pool: new tokens to their slots, whole blocks onto others (copy-on-write).
+"""The KV pool's slots: new tokens go to theirs, whole blocks onto others (copy-on-write), and both are read again.
 
-On CUDA each is one launch (`kernels/cache_ops_triton.py`), elsewhere plain torch.
+On CUDA each write is one launch (`kernels/cache_ops_triton.py`), elsewhere plain torch.
 """
 
 from collections.abc import Hashable, Sequence
@@ -53,6 +53,28 @@ def write_kv(
         if lines is None:
             lines = memo[layout] = _lines(slots, cache)
         cache.as_strided((_last_line(cache) + 1, dim), (dim, 1)).index_copy_(0, lines, new.reshape(-1, dim))
+
+
+def read_kv(cache: Tensor, slots: Tensor, *, memo: dict[Hashable, Tensor] | None = None) -> Tensor:
+    """What lies in slots, as a model attends to it.
+
+    Args:
+        cache: keys or values, [num_blocks, kv_heads, block_size, dim], a view of the pool is fine.
+        slots: [rows, tokens] int32 or int64.
+        memo: a dict that lives as long as `slots`: what is derived from them is then derived once for all layers.
+
+    Returns:
+        [rows, kv_heads, tokens, dim], a copy.
+    """
+    (rows, tokens), (_, kv_heads, _, dim) = slots.shape, cache.shape
+    memo = {} if memo is None else memo
+    layout: Hashable = (cache.shape, cache.stride())
+    lines = memo.get(layout)
+    if lines is None:
+        by_token = _lines(slots.flatten(), cache).view(rows, tokens, kv_heads)
+        lines = memo[layout] = by_token.transpose(1, 2).flatten()
+    table = cache.as_strided((_last_line(cache) + 1, dim), (dim, 1))
+    return table.index_select(0, lines).view(rows, kv_heads, tokens, dim)
 
 
 def lie_alike(key_cache: Tensor, value_cache: Tensor) -> bool:

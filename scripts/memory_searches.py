@@ -35,9 +35,9 @@ def small_model(seed: int = 0) -> PreTrainedModel:
 def load_decoder(small: bool, block_size: int = 16) -> Decoder:
     """The default model's decoder, or the small random one's."""
     if small:
-        return Decoder(small_model(), block_size=block_size, kv_memory=64 * 2**20)
+        return Decoder(small_model(), block_size=block_size, kv_memory=64 * 2**20, prefix_reuse=False)
     # float32 everywhere, so that the tokens can be compared with transformers' one by one.
-    return Decoder.from_pretrained(block_size=block_size, dtype="float32")
+    return Decoder.from_pretrained(block_size=block_size, dtype="float32", prefix_reuse=False)
 
 
 def make_prompt(decoder: Decoder, num_tokens: int, seed: int) -> list[int]:

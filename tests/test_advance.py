@@ -35,7 +35,7 @@ class Walk:
         params = BeamSearchParams(num_beams=width, max_new_tokens=400)
         group = Group(Request((1,) * length, params, frozenset(), seed=None), self.pool, KVBytes(1, ()))
         group.plant()
-        self.batch.add_prompt(group)
+        self.batch.add_group(group)
         self.choose(group, [0] * width)
         return group
 

@@ -165,12 +165,20 @@ UNUSABLE: list[tuple[Callable[[], Any], str]] = [
         "T5ForConditionalGeneration is an encoder-decoder",
     ),
     (
-        lambda: random_model("mamba", hidden_size=32, num_hidden_layers=2, state_size=4),
-        "MambaForCausalLM cannot be decoded over KV blocks: it has layers of kind linear_attention",
+        lambda: random_model("rwkv", hidden_size=32, num_hidden_layers=2),
+        "RwkvForCausalLM cannot be decoded over KV blocks: it takes no cache",
+    ),
+    (  # keeps states in its modules, where no cache sees them
+        lambda: random_model(
+            "recurrent_gemma", hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4
+        ),
+        "RecurrentGemmaForCausalLM cannot be decoded over KV blocks: its paged logits differ from its own by",
     ),
     (
-        lambda: random_model("bloom", hidden_size=32, n_layer=2, n_head=4),
-        "BloomForCausalLM cannot be decoded over KV blocks: it does not use transformers' attention interface",
+        lambda: random_model(
+            "minimax", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8
+        ),
+        "MiniMaxForCausalLM cannot be decoded over KV blocks: a trial step says MiniMax uses cache of its own",
     ),
     (lambda: tiny_model("llama").model, "LlamaModel has no language-model head"),
     (lambda: make_model("llama", FAMILIES["llama"]).train(), "LlamaForCausalLM is in training mode"),
@@ -259,7 +267,12 @@ def test_unusable_logits(
 ) -> None:
     """At any step, in any row, whatever the strategy: the token at which it happened is named."""
     breaking = Breaking()
-    with breaking.at(call, spoil), pytest.raises(ValueError, match=f"^{message}, at generated token {call + 1}$"):
+    with (
+        breaking.at(call, spoil),
+        pytest.raises(
+            ValueError, match=f"^{message}, at generated token {call + 1} of the prompt of 4 tokens \\[5, 9, 2, 33\\]$"
+        ),
+    ):
         breaking.decoder.generate(PROMPT, params)
     assert_works(breaking.decoder)
 

@@ -299,7 +299,7 @@ def test_c4_beams_of_two_clients_do_not_mix() -> None:
 
 def test_c5_an_aborted_request_leaves_no_copies_behind() -> None:
     """xLLM PR #1984: stale copy sources leaked into the next use after a reset."""
-    decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=64)
+    decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=64, prefix_reuse=False)
     params = BeamSearchParams(num_beams=4, max_new_tokens=10, eos_token_id=[])
     want = decoder.generate([3, 1, 4, 1, 5], params).completions
     for frames in range(1, 8):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cowbeam.kernels.cache_ops import copy_blocks, write_kv
+from cowbeam.kernels.cache_ops import copy_blocks, read_kv, write_kv
 from cowbeam.kernels.reference import copy_blocks_reference, write_kv_reference
 
 
@@ -21,6 +21,16 @@ def test_tokens_land_in_their_slots_and_nowhere_else(block_size, slot_dtype):
     write_kv_reference(key, value, truth[:, 0], truth[:, 1], slots)
     torch.testing.assert_close(kv, truth, rtol=0, atol=0, equal_nan=True)
     assert int((~kv.isnan()).sum()) == 2 * key.numel()
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_slots_are_read_in_any_order(block_size):
+    kv = torch.randn(12, 2, 3, block_size, 8)
+    slots, memo = torch.randint(0, 12 * block_size, (5, 7)), {}
+    for cache in (kv[:, 0], kv[:, 1], torch.randn(12, 3, block_size, 10)):
+        want = cache.transpose(1, 2).reshape(12 * block_size, 3, -1)[slots].transpose(1, 2)
+        assert torch.equal(read_kv(cache, slots, memo=memo), want)
+    assert len(memo) == 2, "keys and values of one pool lie alike"
 
 
 def test_widths_of_key_and_value_may_differ():

@@ -474,10 +474,10 @@ def test_an_assistant_model() -> None:
 def test_models_that_cowbeam_cannot_decode() -> None:
     """They are attached all the same, and told about once: at `attach`."""
     t5 = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    sizes = {"hidden_size": 32, "n_head": 4, "n_layer": 2}
+    recurrent = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     for model, reason in (
         (AutoModelForSeq2SeqLM.from_config(t5).eval(), "encoder-decoder"),
-        (make_model("bloom", sizes), "attention interface"),
+        (make_model("recurrent_gemma", recurrent), "its paged logits differ from its own"),
     ):
         with heard() as records:
             attach(model)

@@ -221,7 +221,7 @@ def test_a_step_that_does_not_fit_is_noticed_before_anything_changes():
     """Three beams share a half-full block: two copies. With one free block nothing may be half done."""
     group = make_group(BeamSearchParams(num_beams=3, num_return_sequences=3), num_blocks=3)
     batch = Batch(4, torch.device("cpu"), scratch_block=99)
-    batch.add_prompt(group)
+    batch.add_group(group)
     group.choose(beams((0, 11), (0, 12), (0, 13)))
     with pytest.raises(AssertionError, match="the step needs 2 blocks, 1 are free"):
         lay_out([group])
@@ -234,7 +234,7 @@ def test_a_step_that_does_not_fit_is_noticed_before_anything_changes():
 def test_a_step_that_fits_exactly_runs():
     group = make_group(BeamSearchParams(num_beams=3, num_return_sequences=3), num_blocks=4)
     batch = Batch(4, torch.device("cpu"), scratch_block=99)
-    batch.add_prompt(group)
+    batch.add_group(group)
     group.choose(beams((0, 11), (0, 12), (0, 13)))
     layout = lay_out([group])
     inputs = batch.upload(layout)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cowbeam.kernels.prefill import packed_causal_attention
+from cowbeam.kernels.prefill import causal_attention, gather_blocks, packed_causal_attention
 from cowbeam.kernels.reference import causal_attention_reference
 from forests import relative_error
 
@@ -55,3 +55,23 @@ def test_projections_may_be_strided():
     out = packed_causal_attention(query, key, value, [20], scale=0.25)
     truth = causal_attention_reference(query.double(), key.double(), value.double(), [20], scale=0.25)
     assert relative_error(out, truth) < 1e-6
+
+
+@pytest.mark.parametrize("sliding_window", [None, 1, 300, 2000])
+@pytest.mark.parametrize("tokens", [7, 1200])
+def test_the_last_tokens_see_what_they_see_in_one_pass(tokens, sliding_window):
+    """A piece with its past in blocks: more queries than meet one mask, windows that end inside the past."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1300, 4, 8), torch.randn(1300, 2, 8), torch.randn(1300, 2, 4)
+    kwargs = {"scale": 0.3, "sliding_window": sliding_window}
+    out = causal_attention(query[-tokens:], key, value, **kwargs)
+    truth = causal_attention_reference(query.double(), key.double(), value.double(), [1300], **kwargs)
+    assert relative_error(out, truth[-tokens:]) < 1e-6
+
+
+def test_blocks_are_gathered_in_the_tables_order():
+    cache = torch.arange(5 * 2 * 4 * 3.0).view(5, 2, 4, 3)
+    gathered = gather_blocks(cache, torch.tensor([3, 0]))
+    assert gathered.shape == (8, 2, 3)
+    assert gathered[5].equal(cache[0, :, 1])
+    assert gathered[2].equal(cache[3, :, 2])

@@ -34,6 +34,7 @@ class Decoders:
                 self.first.tokenizer,
                 block_size=settings.block_size,
                 num_blocks=num_blocks,
+                prefix_reuse=False,  # every search is shown from its first block on
                 compile=False,  # a visitor waits for the first token, not for the thousandth
             )
         self._kept.move_to_end(key)

@@ -1,0 +1,141 @@
+"""Thousands of requests on a pool of a tenth of what they may need: all complete, in order, in bounded memory."""
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from cowbeam.decoder.engine import Engine
+from cowbeam.decoder.group import Request
+from cowbeam.decoder.scheduler import worst_case_blocks
+from fakes import assert_unused, random_prompt, tiny_model
+
+# With 16 slots the last blocks of short outputs alone are above 4 %.
+BLOCK_SIZE = 8
+
+
+class Load(NamedTuple):
+    """What was seen while it ran."""
+
+    begins: list[int]  # the turn in which each request took its first step, in the order of their coming
+    longest_wait: int  # turns between two steps of a request that had begun
+    turns: int
+    unused_slots: float  # their mean share
+    decoder: Decoder
+
+
+def requests(count: int, new_tokens: int) -> Iterator[tuple[list[int], BeamSearchParams | SamplingParams]]:
+    """Half samples n = 8, a quarter beams 4, a quarter greedy."""
+    rng = random.Random(0)
+    for i in range(count):
+        if i % 4 < 2:
+            yield (
+                random_prompt(rng, 8, 64),
+                SamplingParams(num_return_sequences=8, max_new_tokens=new_tokens, seed=i, eos_token_id=[]),
+            )
+        else:
+            yield (
+                random_prompt(rng, 8, 64),
+                BeamSearchParams(num_beams=4 if i % 4 == 2 else 1, max_new_tokens=new_tokens, eos_token_id=[]),
+            )
+
+
+def unused_share(engine: Engine) -> float:
+    """Of the slots of live blocks, those that hold no token."""
+    filled: dict[int, int] = {}
+    for group in engine._scheduler.running:
+        for branch in group.branches:
+            for column, block in enumerate(branch.block_table):
+                slots = min(BLOCK_SIZE, branch.num_slots - column * BLOCK_SIZE)
+                filled[block] = max(slots, filled.get(block, 0))
+    return 1 - sum(filled.values()) / (BLOCK_SIZE * len(filled)) if filled else 0.0
+
+
+def run_load(count: int, new_tokens: int) -> Load:
+    jobs = list(requests(count, new_tokens))
+    worst = [worst_case_blocks(Request(tuple(p), q, frozenset(), None), BLOCK_SIZE) for p, q in jobs]
+    decoder = Decoder(tiny_model("llama"), block_size=BLOCK_SIZE, num_blocks=max(*worst, sum(worst) // 10))
+    engine = decoder._engine
+    assert engine is not None
+    runs = [decoder.add_request(*job) for job in jobs]
+    begins: dict[int, int] = {}
+    last_step: dict[int, tuple[int, int]] = {}  # steps so far, and the turn of the last
+    longest_wait, unused = 0, []
+    for turn in itertools.count(1):
+        decoder.step()
+        open_runs = [index for index, run in enumerate(runs) if not run.is_over and index not in last_step]
+        for index in [*last_step, *itertools.takewhile(lambda index: runs[index].has_begun, open_runs)]:
+            begins.setdefault(index, turn)
+            steps, before = last_step.get(index, (0, turn))
+            if runs[index].group.steps > steps:
+                longest_wait = max(longest_wait, turn - before)
+                last_step[index] = (runs[index].group.steps, turn)
+        last_step = {index: step for index, step in last_step.items() if not runs[index].is_over}
+        if turn % 20 == 0:
+            unused.append(unused_share(engine))
+            decoder.check_integrity()
+        if not engine._runs:
+            break
+    assert all(run.result is not None for run in runs), [run.error for run in runs if run.error]
+    assert_unused(decoder)
+    return Load([begins[index] for index in range(count)], longest_wait, turn, sum(unused) / len(unused), decoder)
+
+
+def check_load(load: Load, new_tokens: int) -> None:
+    assert load.begins == sorted(load.begins), "nobody begins before who came earlier"
+    assert load.decoder.counters().preemptions > 0, "the pool was never full"
+    print(f"{load.turns} turns, longest wait {load.longest_wait}, {load.unused_slots:.1%} unused")
+    print(load.decoder.counters())
+    # Who is preempted waits for older requests alone, and comes back before all others.
+    assert load.longest_wait <= 3 * new_tokens
+
+
+def test_a_pool_of_a_tenth_is_enough() -> None:
+    """Bounded queueing: no abort (vLLM #787), no hang (vLLM #546), nobody overtaken."""
+    check_load(run_load(60, 48), 48)
+
+
+@pytest.mark.long
+def test_two_thousand_requests() -> None:
+    load = run_load(2000, 256)
+    check_load(load, 256)
+    assert load.unused_slots < 0.04
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_growth(count: int) -> float:
+    """Of the process in the second half of ``count`` short requests from a generator, a share."""
+    decoder = Decoder(tiny_model("llama"), block_size=BLOCK_SIZE, num_blocks=2048)
+    halfway = 0
+    for done, outcome in enumerate(decoder.generate(requests_only(count), iter(params_only(count))), 1):
+        assert outcome.error is None
+        if done == count // 2:
+            halfway = resident_bytes()
+    assert_unused(decoder)
+    return resident_bytes() / halfway - 1
+
+
+def requests_only(count: int) -> Iterator[list[int]]:
+    return (prompt for prompt, _ in requests(count, 4))
+
+
+def params_only(count: int) -> Iterator[BeamSearchParams | SamplingParams]:
+    return (params for _, params in requests(count, 4))
+
+
+def test_memory_is_flat() -> None:
+    """Results that were given and prefixes that were given away are gone: the second half takes no more memory."""
+    assert memory_growth(1200) < 0.02
+
+
+@pytest.mark.long
+def test_memory_is_flat_over_many() -> None:
+    assert memory_growth(20_000) < 0.02
