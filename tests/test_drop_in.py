@@ -482,7 +482,8 @@ def test_models_that_cowbeam_cannot_decode() -> None:
         with heard() as records:
             attach(model)
             got = model.generate(torch.tensor([[3, 1, 4]]), num_beams=2, max_new_tokens=5)
-        (warning,) = warnings_of(records)
+        *levels, warning = warnings_of(records)  # 5.17 has it seem decodable: then each level is tried
+        assert len(levels) == len(set(levels)) <= 1
         assert reason in warning
         assert torch.equal(own_generate(model, torch.tensor([[3, 1, 4]]), num_beams=2, max_new_tokens=5), got)
 
