@@ -1,6 +1,9 @@
 """A story that must hold eight words: plain samples, and samples re-ranked on the way by the words they hold so far.
 
 Both draw as many samples of as many tokens, and both are judged by their best one. `python scripts/words_in_a_story.py`
+
+Of 20 stories (--stories 20) of SmolLM2-135M-Instruct in float32 on a CPU the best of 16 plain samples held 5.00 words
+on average, of 16 scored ones 6.85: more in 14 stories, fewer in 3.
 """
 
 import argparse
