@@ -158,8 +158,12 @@ class BatchJob:
                 f"{c.decode_tokens:,} generated, {c.decode_tokens / max(self._seconds, 1e-9):,.0f} a second"
             )
             lines.append(
-                f"blocks: {c.live_blocks} live, {c.free_blocks} free, {c.cow_copies:,} copies on write; requests: "
-                f"{c.finished} finished, {c.failed} failed, {c.aborted} aborted; {c.turns:,} turns"
+                f"blocks: {c.live_blocks} live, {c.free_blocks} free ({c.cached_blocks} hold prefixes), "
+                f"{c.cow_copies:,} copies on write; {c.hit_rate:.0%} of the prompts taken over from earlier ones"
+            )
+            lines.append(
+                f"requests: {c.finished} finished, {c.failed} failed, {c.aborted} aborted, {c.preemptions} preempted; "
+                f"{c.turns:,} turns"
             )
         return "\n".join(lines)
 

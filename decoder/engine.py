@@ -22,7 +22,7 @@ from cowbeam.decoder.faults import fault_of
 from cowbeam.decoder.frames import DecodeText, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_text
 from cowbeam.decoder.kv_cache import KVCache
-from cowbeam.decoder.lookahead import Landing, Lookahead
+from cowbeam.decoder.lookahead import Landing, Lookahead, mark, wait_for
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.placement import on_device
@@ -76,6 +76,7 @@ class Engine:
         self._scheduler = Scheduler(self.pool)
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
+        self._launched: torch.cuda.Event | None = None  # a pass that the host did not wait for
 
     def check_fits(self, request: Request) -> None:
         """Raises ValueError, with the numbers, if the request could never run."""
@@ -118,6 +119,7 @@ class Engine:
         self._in_turn = True
         try:
             with on_device(self._adapter.device):
+                wait_for(self._launched)
                 # What is in flight lands first: its rows are those of the groups that run now.
                 if self._flight is not None or not self._scheduler.is_pass_due:
                     self._decode()
@@ -214,6 +216,7 @@ class Engine:
             rows = [torch.tensor([last[group]], device=logits.device) for group in fresh]
             flight = Flight(fresh, sources, logits, rows, [source.given for source in sources])
             self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
+        self._launched = None if fresh else mark(logits)
 
     def _launch(self) -> Flight | None:
         """Begin a step of those that run, none if nobody does."""

@@ -27,7 +27,7 @@ class Landing:
         if flat.is_cuda:
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
-        self._sent = _mark(flat)
+        self._sent = mark(flat)
 
     def candidates(self) -> list[tuple[Tensor, Tensor]]:
         """Wait; of each group the candidates, [3, n] as ``propose`` gives them, and its rows' greatest logits."""
@@ -57,7 +57,7 @@ class Lookahead:
         logits = self._graphs.decode(inputs)
         rows = [to_device(rows, torch.long, logits.device) for rows in layout.rows_of_group]
         given = [source.given for source in sources]
-        return Flight(list(groups), list(sources), logits, rows, given, launched=_mark(logits))
+        return Flight(list(groups), list(sources), logits, rows, given, launched=mark(logits))
 
     def may_follow(self, flight: Flight, pool: BlockPool) -> bool:
         """A next step is sure to be needed unless a branch ends early, and there is room for it."""
@@ -71,14 +71,14 @@ class Lookahead:
     @torch.inference_mode()
     def land(self, flight: Flight) -> Landing:
         """Propose candidates and send them to the host."""
-        _wait(flight)
+        wait_for(flight.launched)
         _, flat, sizes = candidates_of(flight)
         return Landing(flat, sizes)
 
     @torch.inference_mode()
     def land_and_go_on(self, flight: Flight, pool: BlockPool) -> tuple[Landing, Flight]:
         """The same, and begin the step after ``flight`` with what the device foresees."""
-        _wait(flight)
+        wait_for(flight.launched)
         ahead = self._choices.choose(flight, pool.upcoming(flight.num_rows))
         landing = Landing(ahead.flat, ahead.sizes)
         logits = self._graphs.decode_again()
@@ -89,7 +89,7 @@ class Lookahead:
             for source, choice in zip(flight.sources, ahead.choices, strict=True)
         ]
         next_flight = Flight(
-            flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before, _mark(logits)
+            flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before, mark(logits)
         )
         return landing, next_flight
 
@@ -105,7 +105,7 @@ class Lookahead:
         return flight.tables_before
 
 
-def _mark(tensor: Tensor) -> torch.cuda.Event | None:
+def mark(tensor: Tensor) -> torch.cuda.Event | None:
     """The point by which the device is done with all that was launched so far; None where it is done at once."""
     if not tensor.is_cuda:
         return None
@@ -114,10 +114,10 @@ def _mark(tensor: Tensor) -> torch.cuda.Event | None:
     return event
 
 
-def _wait(flight: Flight) -> None:
+def wait_for(launched: torch.cuda.Event | None) -> None:
     """The device waits, not the host: each turn runs on the stream of the thread that turns the engine.
 
-    It may be another stream than the one that the step was launched on.
+    It may be another stream than the one that something was launched on.
     """
-    if flight.launched is not None:
-        torch.cuda.current_stream().wait_event(flight.launched)
+    if launched is not None:
+        torch.cuda.current_stream().wait_event(launched)

@@ -140,25 +140,50 @@ def wait_for_lines(process, out, count):
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGINT])
-def test_killed_it_goes_on_to_the_same_lines(model_path, tmp_path, kind):
-    lines = [{"id": n, "token_ids": [1 + n % 60, 2], "params": {"max_new_tokens": 20 + n}} for n in range(80)]
-    prompts, out = write(tmp_path / "p.jsonl", lines), tmp_path / "r.jsonl"
-    process = start(model_path, prompts, out)
-    wait_for_lines(process, out, 5)
-    process.send_signal(kind)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == (EXIT_INTERRUPTED if kind == signal.SIGINT else -signal.SIGKILL)
-    assert b"Traceback" not in err
-    before = out.read_bytes()
-    assert 5 <= before.count(b"\n") < 80, "it was killed in the middle"
-    if kind == signal.SIGINT:
-        assert set(results(out)) <= set(range(1, 81)), "the file is valid as it is"
+def long_lines(count):
+    return [{"id": n, "token_ids": [1 + n % 60, 2], "params": {"max_new_tokens": 20 + n}} for n in range(count)]
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_killed_again_and_again_it_goes_on_to_the_same_lines(model_path, tmp_path, rounds):
+    """At any time, also before the first line of a round: no line is lost, none is there twice."""
+    rng = random.Random(rounds)
+    prompts, out = write(tmp_path / "p.jsonl", long_lines(80)), tmp_path / "r.jsonl"
+    before = b""
+    for left in range(rounds, 0, -1):
+        process = start(model_path, prompts, out)
+        room = (78 - before.count(b"\n")) // left
+        wait_for_lines(process, out, before.count(b"\n") + rng.randint(min(1, room), max(1, room // 2)))
+        time.sleep(rng.random() * 0.01)
+        process.kill()
+        process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL
+        kept = before[: before.rfind(b"\n") + 1]
+        before = out.read_bytes()
+        assert before.startswith(kept), "what is whole stays as it is"
+    assert before.count(b"\n") < 80, "it was killed in the middle"
     assert run(model_path, prompts, out) == 0
     whole = tmp_path / "whole.jsonl"
     assert run(model_path, prompts, whole) == 0
     assert results(out) == results(whole)
-    assert out.read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+
+
+def test_interrupted_it_goes_on_to_the_same_lines(model_path, tmp_path):
+    prompts, out = write(tmp_path / "p.jsonl", long_lines(80)), tmp_path / "r.jsonl"
+    process = start(model_path, prompts, out)
+    wait_for_lines(process, out, 5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == EXIT_INTERRUPTED
+    assert b"Traceback" not in err
+    before = out.read_bytes()
+    assert 5 <= before.count(b"\n") < 80, "it was stopped in the middle"
+    assert set(results(out)) <= set(range(1, 81)), "the file is valid as it is"
+    assert run(model_path, prompts, out) == 0
+    whole = tmp_path / "whole.jsonl"
+    assert run(model_path, prompts, whole) == 0
+    assert results(out) == results(whole)
+    assert out.read_bytes().startswith(before)
 
 
 def test_lines_added_later_are_done_and_no_other(model_path, tmp_path):

@@ -2,11 +2,12 @@
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
 
-from cowbeam.decoder import BeamSearchParams, Decoder, scheduler
+from cowbeam.decoder import BeamSearchParams, Decoder, Run, scheduler
 from cowbeam.decoder.kv_cache import KVCache
 from fakes import FAMILIES, VOCABULARY, assert_unused, tiny_model, token_ids
 
@@ -20,6 +21,11 @@ def poisoned(decoder: Decoder) -> KVCache:
         for tensor in layer.tensors:
             tensor.fill_(torch.nan)
     return cache
+
+
+def finish(decoder: Decoder, runs: list[Run]) -> None:
+    while not all(run.is_over for run in runs):
+        decoder.step()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -83,4 +89,52 @@ def test_a_long_prompt_does_not_hold_up_who_runs_or_comes(monkeypatch: pytest.Mo
     assert turns <= 2 * 6 + 2
     assert not runs[1].has_begun
     decoder.abort(runs[1])
+    assert_unused(decoder)
+
+
+@pytest.mark.parametrize("call", [1, 3, 5])
+def test_a_pass_that_fails_ends_everything_in_flight_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    """Out of memory in the middle of a prompt: no block stays held, and none of it is found by the next."""
+    monkeypatch.setattr(scheduler, "MAX_PASS_TOKENS", 16)
+    decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=64)
+    params = BeamSearchParams(num_beams=2, max_new_tokens=4, eos_token_id=[])
+    prompts = [[1 + i % 60 for i in range(40)], [5, 6]]
+    want = [token_ids(result) for result in decoder.generate(prompts, params)]
+    decoder.forget_prefixes()
+    runs = [decoder.add_request(prompt, params) for prompt in prompts]
+    forward, calls = decoder.model.forward, []
+
+    def failing(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == call:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **kwargs)
+
+    with mock.patch.object(decoder.model, "forward", failing), pytest.raises(torch.OutOfMemoryError):
+        finish(decoder, runs)
+    assert all("the turn of the engine failed" in str(run.error) for run in runs)
+    assert_unused(decoder)
+    assert decoder.counters().cached_blocks == 0
+    assert [token_ids(result) for result in decoder.generate(prompts, params)] == want
+
+
+@pytest.mark.parametrize("turns", range(9))
+def test_a_request_dropped_at_any_stage_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """Waiting, in the middle of its prompt, running, or gone for others: its blocks are free at once."""
+    monkeypatch.setattr(scheduler, "MAX_PASS_TOKENS", 8)
+    greedy = BeamSearchParams(num_beams=1, max_new_tokens=12, eos_token_id=[])
+    prompts = [[7] * 20, [1, 2] * 9, [3] * 17]
+    decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=14)
+    want = [token_ids(decoder.generate(prompt, greedy)) for prompt in prompts]
+    decoder.forget_prefixes()
+    runs = [decoder.add_request(prompt, greedy) for prompt in prompts]
+    for _ in range(turns):
+        decoder.step()
+    decoder.abort(runs[1])
+    decoder.check_integrity()
+    finish(decoder, runs)
+    assert "aborted" in str(runs[1].error)
+    assert [token_ids(runs[index].result) for index in (0, 2)] == [want[0], want[2]]
     assert_unused(decoder)
