@@ -166,6 +166,9 @@ def _logits(
     """Logits ``[branches, vocabulary]`` after the newest tokens, with the right tables and with the wrong one."""
     adapter = decoder._adapter
     cache = KVCache(adapter.probe(num_tokens=2), branches.pool.num_blocks, decoder.block_size)
+    for layer in cache.layers:
+        for tensor in layer.tensors:
+            tensor.zero_()  # a wrong entry can lead to slots that nothing wrote: the answer must not hang on chance
     tables, lengths = branches.tables, [len(ids) for ids in branches.token_ids]
     owners = [_Owner() for _ in tables]
     adapter.prefill(cache, [ids[:-1] for ids in branches.token_ids], tables, owners)

@@ -1,6 +1,9 @@
 """A wrong entry of a block table changes the branches that pass through it, no others, and is named by the check."""
 
+import math
+
 import pytest
+import torch
 
 from cowbeam.decoder import BeamSearchParams
 from cowbeam.decoder.what_if import Position, corrupt_entry
@@ -31,6 +34,19 @@ def test_those_that_pass_through_the_entry_change_and_no_others(decoder, step, f
         f"block {answer.block_after} "
     )
     assert "holders" in answer.integrity
+
+
+def test_slots_that_nothing_wrote_are_no_chance(decoder, monkeypatch):
+    """The newest block is not full: read as an earlier one, what fresh memory held came out, or no number at all."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    ask = {"step": 2, "entry": Position(0, 1), "other": Position(0, 3)}
+    torch.use_deterministic_algorithms(True)  # fresh memory is NaN then
+    try:
+        answer = corrupt_entry(decoder, PROMPT, PARAMS, **ask)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(math.isfinite(token.logit_change) for token in answer.tokens)
+    assert answer.tokens == corrupt_entry(decoder, PROMPT, PARAMS, **ask).tokens
 
 
 def test_the_search_is_dropped_afterwards(decoder):
