@@ -3,13 +3,14 @@
 import json
 import math
 import random
+import re
 
 import pytest
 
 from cowbeam.decoder import BeamSearchParams, SamplingParams
 from cowbeam.ui.examples import EXAMPLES
 from cowbeam.ui.form import COMPARISONS, DEFAULTS, from_link, searches
-from cowbeam.ui.settings import MODES, Settings
+from cowbeam.ui.settings import LABELS, MODES, Settings, in_form_words
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -46,13 +47,35 @@ def test_each_mode_asks_the_decoder_for_what_it_says(mode):
         ({"early_stopping": True}, "early_stopping must be one of"),
         ({"chat": 1}, "chat must be true or false"),
         ({"seed": -1}, "seed must be a number"),
-        ({"mode": "beam sampling", "width": 1}, "use SamplingParams"),
+        ({"mode": "beam sampling", "width": 1}, "width must be at least 2 for beam sampling"),
         ({"nonsense": 1}, "there is no setting 'nonsense'"),
     ],
 )
 def test_unusable_values_are_named(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         Settings.from_values({"prompt": "a", **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"width": 17}, "“Branches” must be a number from 1 to 16, got 17"),
+        ({"num_blocks": 9999}, "“Blocks in the pool” must be a number from 0 to 4096, got 9999"),
+        ({"mode": "num_blocks=3"}, "“Decoding” must be one of .* got 'num_blocks=3'"),
+        ({"seed": "width=2"}, "“Seed” must be a number .* got 'width=2'"),
+    ],
+)
+def test_the_page_refuses_in_the_words_of_its_form(changes, sentence):
+    """A visitor was told of num_blocks, which the form calls “Blocks in the pool”; what they wrote stays as it is."""
+    with pytest.raises(ValueError, match=next(iter(changes))) as refused:
+        Settings.from_values({"prompt": "a", **changes})
+    assert re.fullmatch(sentence, in_form_words(str(refused.value)))
+
+
+def test_refusals_of_the_decoder_are_in_the_forms_words_too():
+    sentence = "a prompt of 9 tokens and max_new_tokens=512 exceed the model's 64 positions"
+    assert in_form_words(sentence) == "a prompt of 9 tokens and “New tokens” 512 exceed the model's 64 positions"
+    assert LABELS.keys() == DEFAULTS.as_values().keys()
 
 
 @pytest.mark.parametrize("values", [None, [], "prompt", 3, {}])

@@ -1,4 +1,8 @@
-"""One model, several pools: a decoder per block size and pool size, made when a search first asks for it."""
+"""One model, several pools: a decoder per block size and pool size, made when a search first asks for it.
+
+A pool's tensors have the block size in their shape and the number of blocks in their length, and a visitor chooses
+both: another choice is another pool. The weights are shared.
+"""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,8 +29,11 @@ class Decoders:
         self._kept: OrderedDict[tuple[int, int], Decoder] = OrderedDict()
 
     def of(self, settings: Settings, token_ids: Sequence[int]) -> Decoder:
-        """The decoder for this search: its pool is the one asked for, or the least power of two that surely fits."""
-        num_blocks = settings.num_blocks or self._enough_blocks(settings, token_ids)
+        """The decoder for this search: its pool is the one asked for, or the least power of two that surely fits.
+
+        Raises ValueError where the search may not fit.
+        """
+        num_blocks = self._num_blocks(settings, token_ids)
         key = (settings.block_size, num_blocks)
         if key not in self._kept:
             self._kept[key] = Decoder(
@@ -42,10 +49,19 @@ class Decoders:
             self._kept.popitem(last=False)[1].close()
         return self._kept[key]
 
-    def _enough_blocks(self, settings: Settings, token_ids: Sequence[int]) -> int:
+    def _num_blocks(self, settings: Settings, token_ids: Sequence[int]) -> int:
+        """The decoder would refuse what does not fit too, but in the words of its own parameters."""
         request = Request(tuple(token_ids), settings.params(), frozenset(), None)
         needed = worst_case_blocks(request, settings.block_size)
-        return min(MAX_BLOCKS, max(MIN_BLOCKS, 1 << (needed - 1).bit_length()))
+        num_blocks = settings.num_blocks or min(MAX_BLOCKS, max(MIN_BLOCKS, 1 << (needed - 1).bit_length()))
+        if needed > num_blocks:
+            more = "more blocks in the pool" if needed <= MAX_BLOCKS else "larger blocks"
+            raise ValueError(
+                f"a prompt of {len(token_ids):,} tokens with {settings.branches} branches and "
+                f"{settings.max_new_tokens} new tokens may need {needed:,} blocks of {settings.block_size} tokens, but "
+                f"the pool has {num_blocks:,}: choose {more}, fewer branches or fewer new tokens"
+            )
+        return num_blocks
 
     def token_ids(self, settings: Settings) -> list[int]:
         """The prompt as the model gets it: in its chat template where it has one and the visitor wants it."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from cowbeam.decoder import DecodeResult
 from cowbeam.decoder.trace import Record, end_record
-from cowbeam.ui.settings import Settings
+from cowbeam.ui.settings import Settings, in_form_words
 
 
 class Run:
@@ -36,9 +36,9 @@ class Run:
             self._changed.notify_all()
 
     def fail(self, sentence: str) -> None:
-        """Nothing came of it; say why."""
+        """Nothing came of it; say why: to a program in its words, on the page in the form's."""
         self.failure = sentence
-        self.append({**end_record(None, "error"), "message": sentence})
+        self.append({**end_record(None, "error"), "message": in_form_words(sentence)})
 
     def finish(self) -> None:
         """No record will follow."""

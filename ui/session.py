@@ -13,7 +13,7 @@ from cowbeam.ui.check import Verdict, check_against_transformers
 from cowbeam.ui.decoders import Decoders
 from cowbeam.ui.engine_thread import EngineThread, decode_again
 from cowbeam.ui.run import Run, to_json
-from cowbeam.ui.settings import Settings
+from cowbeam.ui.settings import Settings, in_form_words
 
 # Runs whose records are kept for a browser that missed some, or came late.
 MAX_KEPT_RUNS = 16
@@ -142,6 +142,6 @@ def message(run_ids: Sequence[str], side: int, lines: Sequence[str]) -> str:
 
 
 def refusal(sentence: str) -> str:
-    """A message that holds nothing but the reason why nothing runs."""
-    record = to_json({**end_record(None, "error"), "message": sentence})
+    """A message that holds nothing but the reason why nothing runs, in the form's words."""
+    record = to_json({**end_record(None, "error"), "message": in_form_words(sentence)})
     return message([f"refused-{secrets.token_hex(4)}"], 0, [record])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from reprlib import repr as shown  # abbreviates: a visitor's value may be of any length
@@ -19,6 +20,25 @@ MAX_NEW_TOKENS = 512
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64)
 MAX_BLOCKS = 4096
 MAX_PACE = 60.0
+
+# What the form calls them.
+LABELS = {
+    "prompt": "Prompt",
+    "mode": "Decoding",
+    "width": "Branches",
+    "block_size": "Block size",
+    "max_new_tokens": "New tokens",
+    "length_penalty": "Length penalty",
+    "early_stopping": "Early stopping",
+    "no_repeat_ngram_size": "No n-gram twice",
+    "temperature": "Temperature",
+    "top_p": "Top-p",
+    "top_k": "Top-k",
+    "seed": "Seed",
+    "num_blocks": "Blocks in the pool",
+    "pace": "Steps a second at most",
+    "chat": "Chat template",
+}
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
 
@@ -59,6 +79,8 @@ class Settings:
         if "prompt" not in values:
             raise ValueError("the prompt is missing")
         settings = cls(**{name: _CHECKS[name](name, value) for name, value in values.items()})
+        if settings.mode == "beam sampling" and settings.width == 1:
+            raise ValueError("width must be at least 2 for beam sampling: one branch is parallel sampling")
         settings.params()  # the decoder's own rules
         return settings
 
@@ -92,6 +114,15 @@ class Settings:
     def as_values(self) -> dict[str, Any]:
         """The other way: plain values, for traces and links."""
         return dataclasses.asdict(self)
+
+
+def in_form_words(sentence: str) -> str:
+    """A refusal for whoever reads the form: a name at the beginning, or before "=" and a number, is a setting's."""
+
+    def label(match: re.Match[str]) -> str:
+        return f"“{LABELS[match[1]]}” " if match[1] in LABELS else match[0]
+
+    return re.sub(r"(?:^|(?<= ))([a-z_]+)=(?=\d)", label, re.sub(r"^([a-z_]+) ", label, sentence))
 
 
 def _text(name: str, value: Any) -> str:
