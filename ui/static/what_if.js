@@ -8,8 +8,17 @@ class WhatIfLesson {
     this.place.addEventListener('change', () => this.fillColumns()); this.column.addEventListener('change', () => this.fillBlocks());
     const row = make('div', 'lesson-row'); row.append(labelled('in the table of', this.place), labelled('let entry', this.column), labelled('point to block', this.block), this.ask);
     const body = make('div'); body.append(row, this.answer);
+    this.hasDecoder = !scope.pane.isImported;
+    if (!this.hasDecoder) { this.pages = [this.importedPage()]; return; }
     this.pages = [{ panels: ['tables'], body, text: 'The kernel finds a token’s keys and values only through the block table. Change one entry: a real decoder is led up to this step, computes the next tokens with the right and with the wrong entry, and its integrity check is asked.' }];
     this.stepShown();
+  }
+
+  importedPage() {
+    const { scope } = this, { settings } = scope.pane.store.start, body = make('div', 'lesson-row');
+    if (settings) { const again = make('button', 'main', 'run its settings here'); again.addEventListener('click', () => { scope.lessons.close(); scope.runAgain(); }); body.append(again); }
+    const text = 'A what-if leads the decoder that made a run up to this step and asks it for its next tokens. This trace came from a file: it can be replayed, but there is no decoder behind it to ask.';
+    return { body, text: settings ? `${text} The same settings can be run here; then ask again.` : `${text} It tells no settings either.` };
   }
 
   options(select, values, wanted) {
@@ -19,22 +28,24 @@ class WhatIfLesson {
 
   stepShown() {
     const { store, state } = this.scope.pane, places = store.byRank(state);
-    if (this.step === state.t) return;
+    if (!this.hasDecoder || this.step === state.t) return;
     this.step = state.t; this.answer.replaceChildren(); this.ask.disabled = !places.length;
     if (!places.length) return;
     this.options(this.place, places.map(place => [place, `b${place}`]), places[0]); this.fillColumns();
   }
 
+  /* Proposed is what shows most: the entry of the prompt's first tokens, at which every token looks, whatever else it
+     reads, and the newest block for it. */
   fillColumns() {
-    const { state } = this.scope.pane, table = state.tabs[+this.place.value], sharers = table.map(block => state.ref[block]);
-    // The most telling entry: one that some branches share, but not all.
-    const some = sharers.findLastIndex((n, i) => i + 1 < table.length && sharers[i + 1] > 1 && sharers[i + 1] < occupied(state).length);
-    this.options(this.column, table.map((block, i) => [i, `[${i}] → ${block}`]), some >= 0 ? some : Math.max(0, table.length - 2)); this.fillBlocks();
+    const table = this.scope.pane.state.tabs[+this.place.value];
+    this.options(this.column, table.map((block, i) => [i, `[${i}] → ${block}`]), 0); this.fillBlocks();
   }
 
   fillBlocks() {
-    const { state } = this.scope.pane, own = state.tabs[+this.place.value][+this.column.value], blocks = [...new Set(state.tabs.flat())].filter(block => block !== own).sort((a, b) => a - b);
-    this.options(this.block, blocks.map(block => [block, String(block)]), state.tabs[+this.place.value][0]);
+    const { state, store } = this.scope.pane, table = state.tabs[+this.place.value], own = table[+this.column.value], blocks = [...new Set(state.tabs.flat())].filter(block => block !== own).sort((a, b) => a - b);
+    const fills = store.fills(state), size = store.start.block_size, name = block => fills.has(block) ? `${block} (${size - fills.get(block)} of ${size} slots empty)` : String(block);
+    this.options(this.block, blocks.map(block => [block, name(block)]), table.findLast(block => block !== own));
+    this.ask.disabled = !blocks.length;
   }
 
   async corrupt() {
@@ -58,7 +69,11 @@ class WhatIfLesson {
     const sentence = answer.integrity.replace(/\bblock (\d+)/g, (all, id) => ids.has(+id) ? `block ${ids.get(+id)}` : all);
     const affected = places.filter((_, rank) => answer.tokens[rank].is_affected), changed = answer.tokens.filter(token => token.token_before !== token.token_after).length;
     pane.wrongEntry = { column }; pane.wrongPlaces = new Set(affected); pane.mark('tables');
-    const summary = make('p', '', `${affected.length} of ${places.length} branches read through this entry (${affected.map(place => `b${place}`).join(', ')}); ${changed} of them would now choose another token. The others do not change.`);
+    const readers = `${affected.length} of ${places.length} branches ${affected.length === 1 ? 'reads' : 'read'} through this entry (${affected.map(place => `b${place}`).join(', ')})`;
+    const most = Math.max(...answer.tokens.map(token => token.logit_change)), rest = affected.length < places.length ? ' The others do not change.' : '';
+    const summary = make('p', '', changed ? `${readers}; ${changed} of them would now choose another token.${rest}`
+      : `${readers}, and all of them would still choose the same token: the model leans little on these words here, though logits move by up to ${most.toFixed(2)}.${rest} Try the first entry, a block with empty slots, or another step.`);
+    summary.dataset.testid = 'summary';
     const check = make('p', 'bad'); check.append(make('b', '', 'integrity check: '), sentence); check.dataset.testid = 'integrity';
     this.answer.replaceChildren(summary, this.tokenTable(answer, places), check);
     scope.root.dataset.whatif = `${affected.length},${changed}`;
