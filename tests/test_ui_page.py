@@ -53,10 +53,29 @@ def test_a_run_of_ones_own_live_scrubbed_checked_exported_and_read_again(visitor
     download.value.save_as(saved)
     records = json.loads(saved.read_text())["records"]
     assert [records[0]["type"], records[-1]["type"]] == ["start", "end"]
+    assert demo[1].engine.decoders.num_live_blocks == 0
+
+
+def test_a_trace_from_a_file_says_what_works_on_it(visitor, tmp_path):
+    """There is no decoder behind it: a visitor was told to press Generate, which runs the form and not this trace."""
+    page, note = visitor.page, "[data-o=note]"
+    saved, broken = tmp_path / "trace.json", tmp_path / "broken.json"
+    saved.write_text(json.dumps({"records": visitor.eval("cowbeam.pane.store.records()")}))
+    broken.write_text("{")
+    page.set_input_files("[data-o=file]", broken)
+    page.wait_for_selector("text=this file is no JSON")
     page.set_input_files("[data-o=file]", saved)
     page.wait_for_selector(f"{SCOPE}[data-run=imported-1]")
+    assert page.inner_text(note).startswith("Opened trace.json: replay, addresses, memory and export work")
     assert visitor.breaches() == []
-    assert demo[1].engine.decoders.num_live_blocks == 0
+    visitor.press("compare with transformers")
+    assert "this trace came from a file" in page.inner_text(note)
+    visitor.press("What if?")
+    assert "there is no decoder behind it to ask" in page.inner_text("[data-o=lessontext]")
+    page.locator("[data-o=lessonbody]").get_by_role("button", name="run its settings here").click()
+    page.wait_for_function("() => cowbeam.pane.store.start.settings.width === 8 && !cowbeam.pane.isImported")
+    page.click("#stop")
+    visitor.wait_until_done()
 
 
 def test_a_lost_message_is_fetched_again(visitor):
@@ -167,11 +186,24 @@ def test_lessons(visitor):
     assert visitor.breaches() == [], "what was on screen stays, and can still be asked about"
     visitor.eval("cowbeam.clock.go(20)")
     visitor.press("What if?")
-    visitor.page.get_by_test_id("corrupt").click()
-    visitor.page.wait_for_selector("[data-testid=integrity]")
-    affected, _ = map(int, visitor.data("whatif").split(","))
+    affected, changed = corrupt(visitor)
+    assert 0 < changed <= affected, "the entry that is proposed shows what a wrong one does"
+    body = visitor.page.locator("[data-o=lessonbody]")
+    body.get_by_label("let entry").select_option("6")
+    body.get_by_label("point to block").select_option("0")
+    affected, changed = corrupt(visitor)
     assert 1 <= affected < 8
+    assert changed == 0
+    assert "would still choose the same token" in body.get_by_test_id("summary").inner_text(), "and says so if not"
     assert "holders" in visitor.page.inner_text("[data-testid=integrity]")
+
+
+def corrupt(visitor):
+    """Branches that read through the chosen entry, and those of them whose next token is another then."""
+    visitor.page.get_by_test_id("corrupt").click()
+    visitor.page.wait_for_selector("[data-testid=corrupt]:disabled")
+    visitor.page.wait_for_selector("[data-testid=integrity]")
+    return map(int, visitor.data("whatif").split(","))
 
 
 def test_hostile_text_is_shown_and_never_run(visitor):
@@ -191,22 +223,6 @@ def test_hostile_text_is_shown_and_never_run(visitor):
     assert visitor.eval("document.querySelectorAll('.kv img, .kv script').length") == 0
 
 
-@pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_phone(demo, browser, scheme):
-    """Nothing is wider than the screen, and with reduced motion a step is drawn once."""
-    size = {"width": 400, "height": 860}
-    visitor = Visitor(browser, demo[0], viewport=size, color_scheme=scheme, reduced_motion="reduce")
-    assert visitor.eval("document.documentElement.scrollWidth <= innerWidth")
-    assert visitor.data("playing") == "0"
-    visitor.page.wait_for_timeout(300)
-    before = visitor.eval("cowbeam.drawn")
-    visitor.eval("cowbeam.clock.go(40)")
-    visitor.page.wait_for_timeout(500)
-    assert visitor.eval("cowbeam.drawn") - before <= 2
-    assert visitor.errors == []
-    visitor.close()
-
-
 def test_a_link_fills_the_form(demo, browser):
     visitor = Visitor(browser, demo[0] + "?prompt=Hello&mode=greedy&max_new_tokens=7&width=3")
     expect(visitor.page.locator("#prompt textarea")).to_have_value("Hello")
@@ -216,6 +232,15 @@ def test_a_link_fills_the_form(demo, browser):
     link = visitor.eval("cowbeam.files.link")
     assert "prompt=Hello" in link
     assert "mode=greedy" in link
+    visitor.close()
+
+
+def test_a_link_that_cannot_be_used_is_told_of(demo, browser):
+    visitor = Visitor(browser, demo[0] + "?prompt=Hello&width=99")
+    warning = "This link cannot be used: “Branches” must be a number from 1 to 16, got 99"
+    visitor.page.get_by_text(warning).wait_for()
+    expect(visitor.page.locator("#width input[type=number]")).to_have_value("8")
+    assert visitor.errors == []
     visitor.close()
 
 

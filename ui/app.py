@@ -20,16 +20,25 @@ from cowbeam.ui.examples import EXAMPLES
 from cowbeam.ui.form import DEFAULTS, Form, build_form, from_link, searches
 from cowbeam.ui.frontend import read_static, script
 from cowbeam.ui.session import Sessions, refusal
-from cowbeam.ui.settings import Settings
+from cowbeam.ui.settings import Settings, in_form_words
 
 DEFAULT_PORT = 7860
+
+# On a narrow page prompt, Generate and the picture come first. Gradio does not draw what is folded from the start.
+FOLD_SETTINGS = """() => {
+  if (matchMedia('(max-width: 900px)').matches) document.querySelector('#settings > .label-wrap.open')?.click();
+}"""
 
 
 def build_app(sessions: Sessions) -> gr.Blocks:
     """The page over one shared decoder."""
     with gr.Blocks(title="cowbeam", fill_width=True, analytics_enabled=False) as app, gr.Row(elem_id="shell"):
         with gr.Column(scale=0, min_width=296, elem_id="side"):
-            gr.HTML("<h1>cowbeam</h1><p>The KV blocks of a search, while the model searches.</p>", elem_id="brand")
+            gr.HTML(
+                "<h1>cowbeam</h1><p>The KV blocks of a search, while the model searches.</p>",
+                padding=False,
+                elem_id="brand",
+            )
             form = build_form()
             _add_examples(form)
         with gr.Column(scale=1, elem_id="stage"):
@@ -40,6 +49,7 @@ def build_app(sessions: Sessions) -> gr.Blocks:
                 js_on_load=script(),
                 apply_default_css=False,
                 server_functions=answers.server_functions(sessions),
+                padding=False,
                 elem_id="view",
             )
         _connect(app, form, view, sessions)
@@ -84,7 +94,7 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
         try:
             values = from_link(dict(request.query_params)) if request.query_params else {}
         except ValueError as error:
-            gr.Warning(f"This link cannot be used: {error}")
+            gr.Warning(f"This link cannot be used: {in_form_words(str(error))}")
             values = {}
         return [values.get(name, gr.skip()) for name in form.controls]
 
@@ -94,6 +104,7 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
     form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
     # Through the queue: a warning of an event outside it has no way to the page.
     app.load(follow_link, None, list(form.controls.values()), **{**quick, "queue": True})
+    app.load(None, None, None, js=FOLD_SETTINGS, api_visibility="private")
     app.unload(forget)
 
 

@@ -8,6 +8,7 @@ import gradio as gr
 
 from cowbeam.ui.settings import (
     BLOCK_SIZES,
+    LABELS,
     MAX_NEW_TOKENS,
     MAX_PACE,
     MAX_PROMPT_CHARACTERS,
@@ -31,6 +32,7 @@ _HELP = {
     "width": "Beams that are kept, or samples that are drawn.",
     "block_size": "Small blocks waste less, large ones need fewer table entries.",
     "pace": "0 is as fast as it can.",
+    "chat": "Send the prompt as a message, where the model has a template.",
     "num_blocks": "A request is taken only if its worst case fits.",
 }
 
@@ -55,22 +57,30 @@ def build_form() -> Form:
     """Inside a ``gr.Blocks`` context."""
     d, c = DEFAULTS, {}
     c["prompt"] = gr.Textbox(
-        d.prompt, label="Prompt", lines=4, max_lines=9, max_length=MAX_PROMPT_CHARACTERS, elem_id="prompt"
+        d.prompt, label=LABELS["prompt"], lines=4, max_lines=9, max_length=MAX_PROMPT_CHARACTERS, elem_id="prompt"
     )
     with gr.Row():
         generate = gr.Button("Generate", variant="primary", elem_id="generate", min_width=90)
         stop = gr.Button("Stop", elem_id="stop", min_width=60)
-    c["mode"] = gr.Dropdown(list(MODES), value=d.mode, label="Decoding", elem_id="mode")
-    c["width"] = gr.Slider(1, MAX_WIDTH, d.width, step=1, label="Branches", info=_HELP["width"], elem_id="width")
+    with gr.Accordion("Settings", open=True, elem_id="settings"):
+        compare, beams, draws = _settings_controls(c)
+    return Form(c, compare, beams, draws, generate, stop)
+
+
+def _settings_controls(c: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """A narrow page folds them (app.py), so that the picture is not below them; a wide one hides the fold's title."""
+    d = DEFAULTS
+    c["mode"] = gr.Dropdown(list(MODES), value=d.mode, label=LABELS["mode"], elem_id="mode")
+    c["width"] = gr.Slider(1, MAX_WIDTH, d.width, step=1, label=LABELS["width"], info=_HELP["width"], elem_id="width")
     c["block_size"] = gr.Dropdown(
         [(f"{n} tokens", n) for n in BLOCK_SIZES],
         value=d.block_size,
-        label="Block size",
+        label=LABELS["block_size"],
         info=_HELP["block_size"],
         elem_id="block_size",
     )
     c["max_new_tokens"] = gr.Slider(
-        2, MAX_NEW_TOKENS, d.max_new_tokens, step=1, label="New tokens", elem_id="max_new_tokens"
+        2, MAX_NEW_TOKENS, d.max_new_tokens, step=1, label=LABELS["max_new_tokens"], elem_id="max_new_tokens"
     )
     compare = gr.Dropdown(list(COMPARISONS), value="nothing", label="Compare on one clock with", elem_id="compare")
     with gr.Accordion("Beam settings", open=False, elem_id="beams") as beams:
@@ -79,44 +89,44 @@ def build_form() -> Form:
         _draw_controls(c)
     with gr.Accordion("Pool and pace", open=False, elem_id="pool"):
         _pool_controls(c)
-    return Form(c, compare, beams, draws, generate, stop)
+    return compare, beams, draws
 
 
 def _beam_controls(c: dict[str, Any]) -> None:
     d = DEFAULTS
     c["length_penalty"] = gr.Slider(
-        -2, 4, d.length_penalty, step=0.1, label="Length penalty", info="Above 1 favours long answers."
+        -2, 4, d.length_penalty, step=0.1, label=LABELS["length_penalty"], info="Above 1 favours long answers."
     )
-    c["early_stopping"] = gr.Dropdown(["false", "true", "never"], value=d.early_stopping, label="Early stopping")
+    c["early_stopping"] = gr.Dropdown(
+        ["false", "true", "never"], value=d.early_stopping, label=LABELS["early_stopping"]
+    )
     c["no_repeat_ngram_size"] = gr.Slider(
         0,
         16,
         d.no_repeat_ngram_size,
         step=1,
-        label="No n-gram twice",
+        label=LABELS["no_repeat_ngram_size"],
         info="0 allows repetition; not for beam sampling.",
     )
 
 
 def _draw_controls(c: dict[str, Any]) -> None:
     d = DEFAULTS
-    c["temperature"] = gr.Slider(0.05, 5, d.temperature, step=0.05, label="Temperature", elem_id="temperature")
-    c["top_p"] = gr.Slider(0.01, 1, d.top_p, step=0.01, label="Top-p")
-    c["top_k"] = gr.Number(d.top_k, label="Top-k", precision=0, minimum=0, info="0 draws from all tokens.")
-    c["seed"] = gr.Number(d.seed, label="Seed", precision=0, minimum=0, info="Empty draws one.", elem_id="seed")
+    c["temperature"] = gr.Slider(0.05, 5, d.temperature, step=0.05, label=LABELS["temperature"], elem_id="temperature")
+    c["top_p"] = gr.Slider(0.01, 1, d.top_p, step=0.01, label=LABELS["top_p"])
+    c["top_k"] = gr.Number(d.top_k, label=LABELS["top_k"], precision=0, minimum=0, info="0 draws from all tokens.")
+    c["seed"] = gr.Number(d.seed, label=LABELS["seed"], precision=0, minimum=0, info="Empty draws one.", elem_id="seed")
 
 
 def _pool_controls(c: dict[str, Any]) -> None:
     d = DEFAULTS
     sizes = [("as many as surely fit", 0), *((str(2**n), 2**n) for n in range(5, 13))]
     c["num_blocks"] = gr.Dropdown(
-        sizes, value=d.num_blocks, label="Blocks in the pool", info=_HELP["num_blocks"], elem_id="num_blocks",
+        sizes, value=d.num_blocks, label=LABELS["num_blocks"], info=_HELP["num_blocks"], elem_id="num_blocks",
         allow_custom_value=False,
     )  # fmt: skip
-    c["pace"] = gr.Slider(
-        0, MAX_PACE, d.pace, step=1, label="Steps a second at most", info=_HELP["pace"], elem_id="pace"
-    )
-    c["chat"] = gr.Checkbox(d.chat, label="as a message in the model's chat template", elem_id="chat")
+    c["pace"] = gr.Slider(0, MAX_PACE, d.pace, step=1, label=LABELS["pace"], info=_HELP["pace"], elem_id="pace")
+    c["chat"] = gr.Checkbox(d.chat, label=LABELS["chat"], info=_HELP["chat"], elem_id="chat")
 
 
 def searches(values: Mapping[str, Any], comparison: Any) -> list[Settings]:

@@ -9,7 +9,7 @@ class Feed {
   receive({ runs, side, frames }) {
     if (this.past.has(runs[0])) return;  // a stream that was left for a newer one
     const pane = this.scope.panes[side];
-    if (pane.run !== runs[side]) this.expect(pane, runs[side], side);
+    if (pane.run !== runs[side]) { this.expect(pane, runs[side], side); if (side === 0) this.scope.comeIntoView(); }
     this.sides = runs.length;
     if (!frames.every(frame => this.take(pane, side, frame))) this.fetchMissing(pane, side);
     this.scope.framesTaken();

@@ -22,8 +22,16 @@ class Files {
     try {
       if (file.size > MAX_TRACE_BYTES) throw new Error(`this file has ${formatBytes(file.size)}; at most ${formatBytes(MAX_TRACE_BYTES)} are read`);
       const records = parseTrace(await file.text());
-      scope.feed.open(`imported-${++this.imported}`, records); scope.note(`an imported trace: ${file.name}`);
+      scope.feed.open(`imported-${++this.imported}`, records); this.tellOfImport(null, file.name);
     } catch (error) { scope.note(error.message); }
+  }
+
+  /* What a trace from a file can do here and what not; `wanted` is what was asked of it in vain. */
+  tellOfImport(wanted, name) {
+    const { scope } = this, again = scope.pane.store.start.settings;
+    const reason = 'needs the decoder that made the run, and this trace came from a file';
+    const sentence = wanted ? `${wanted} ${reason}.` : `Opened ${name}: replay, addresses, memory and export work. What-if and the comparison with transformers do not: each ${reason}.`;
+    scope.note(sentence, ...(again ? [['run its settings here', () => scope.runAgain()]] : []));
   }
 
   savePicture() {

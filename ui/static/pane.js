@@ -17,6 +17,8 @@ class Pane {
   get frame() { return this.store.frames[this.state.t - 1]; }
   /* Pool and tables stand side by side: one height, room for every branch's row. */
   get blocksHeight() { return Math.max(216, 16 + this.store.start.width * 17); }
+  /* From a file: the server knows nothing of this run. */
+  get isImported() { return this.shownRun?.startsWith('imported-') ?? false; }
   get selectedBlock() { return this.inspector.isPinned ? this.inspector.block : null; }
 
   begin(start) {
@@ -94,7 +96,7 @@ class Pane {
     if (from > 0 && ancestor >= 0) { const path = store.path(ancestor); tokens = path.length; text = visibleText(store.text(path)); }
     const branches = occupied(state).length;
     setText(this.output('trunkhint'), tokens ? branches > 1 ? `agreed by all ${branches} branches, ${plural(tokens, 'token')}: ` : `${plural(tokens, 'token')}: ` : branches > 1 && from > 0 ? 'not one token agreed by all branches yet' : ' ');
-    const room = Math.floor((this.panels.tree.surface.width - 250) / 6.95);
+    const { width } = this.panels.tree.surface, room = Math.floor((width > 560 ? width - 250 : width) / 6.95);  // below the hint where it is narrow
     setText(this.output('trunk'), text.length > room ? '…' + text.slice(1 - room) : text);
   }
 

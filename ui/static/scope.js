@@ -48,6 +48,15 @@ class Scope {
     if (isLast) this.root.dataset.done = '1';
   }
 
+  /* On a narrow page the picture is below the form: whoever pressed Generate wants to see it. */
+  comeIntoView() {
+    const { top } = this.root.getBoundingClientRect();
+    if (top > innerHeight / 3) this.root.scrollIntoView({ block: 'start', behavior: this.still.matches ? 'auto' : 'smooth' });
+  }
+
+  /* The settings of the trace on screen, as a run of this server. */
+  runAgain(changes = {}) { this.trigger('rerun', { ...this.pane.store.start.settings, ...changes }); }
+
   traceOpened() { this.clock.isLive = false; this.root.dataset.done = '1'; this.framesTaken(); }
 
   framesTaken() {
@@ -86,7 +95,7 @@ class Scope {
   }
 
   showFacts(start) {
-    const facts = [start.model, start.dtype, start.device, start.mode, plural(start.width, start.mode.includes('beam') ? 'beam' : start.width > 1 ? 'sample' : 'branch'), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
+    const facts = [...(this.pane.isImported ? ['from a file'] : []), start.model, start.dtype, start.device, start.mode, plural(start.width, start.mode.includes('beam') ? 'beam' : start.width > 1 ? 'sample' : 'branch'), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
     this.output('facts').replaceChildren(...facts.map(fact => make('span', '', fact)));
     this.breach = null; this.verdict = null;
   }
@@ -110,7 +119,12 @@ class Scope {
     this.root.dataset.stats = wrong ? 'wrong' : 'ok';
   }
 
-  note(text) { const note = this.output('note'); note.hidden = !text; setText(note, text); }
+  /* A sentence above the picture; `actions` are buttons after it: [label, what it does]. */
+  note(text, ...actions) {
+    const note = this.output('note');
+    note.hidden = !text; note.replaceChildren(text);
+    for (const [label, act] of actions) { const button = make('button', '', label); button.addEventListener('click', act); note.append(' ', button); }
+  }
   say(text) { setText(this.output('sr'), text); }
 
   sayStep() {
@@ -172,6 +186,7 @@ class Scope {
 
   async check() {
     const badge = this.output('check');
+    if (this.pane.isImported) return this.files.tellOfImport('Comparing with transformers');
     this.verdict = 'asked'; badge.className = 'badge'; setText(badge, 'transformers is decoding …');
     const answer = await this.server.check({ run: this.pane.shownRun }).catch(() => ({ error: 'the server did not answer' }));
     this.verdict = answer; badge.className = `badge ${answer.ok ? 'good' : 'bad'}`;

@@ -11,11 +11,11 @@ function showFigures(pane) {
   const { store, state, frame } = pane, { start } = store, { mem } = frame, stat = store.stats[state.t - 1], put = (name, text) => setText(pane.output(name), text);
   const entries = state.tabs.reduce((sum, table) => sum + table.length, 0);
   put('step', String(state.t)); put('stepsub', !occupied(state).length ? 'the search is over' : frame.ms === undefined ? 'of a recorded run' : state.t === 1 ? `${frame.ms.toFixed(0)} ms, prompt included` : `${frame.ms.toFixed(1)} ms`);
-  put('used', String(stat.used)); put('usedsub', `of ${start.num_blocks.toLocaleString('en')} · ${formatBytes(mem.used)} · peak ${stat.peak}`);
+  put('used', stat.used.toLocaleString('en')); put('usedof', `of ${start.num_blocks.toLocaleString('en')}`); put('usedsub', `${formatBytes(mem.used)} · peak ${stat.peak.toLocaleString('en')}`);
   put('share', stat.used ? `${(entries / stat.used).toFixed(2)}×` : '–');
   put('copies', saved(mem.used, mem.copies)); put('copiessub', `${formatBytes(mem.copies)} with copies`);
   put('reserve', saved(mem.used, mem.contiguous)); put('reservesub', `${formatBytes(mem.contiguous)} reserved`);
-  put('cows', String(stat.cowTotal)); put('cowssub', `${stat.cow} now · ${formatBytes(stat.copiedTotal * start.bytes_per_token)} carried over`);
+  put('cows', stat.cowTotal.toLocaleString('en')); put('cowsnow', `${stat.cow} now`); put('cowssub', `${formatBytes(stat.copiedTotal * start.bytes_per_token)} carried over`);
 }
 
 function branchRow(pane) {

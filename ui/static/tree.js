@@ -24,7 +24,7 @@ class TreePanel {
   }
 
   chooseView() {
-    const { pane } = this, t = pane.state.t, steps = pane.fitAll ? t : Math.max(6, Math.floor(this.surface.width / STEP_WIDTH));
+    const { pane } = this, t = pane.state.t, steps = pane.fitAll ? t : Math.max(3, Math.floor(this.surface.width / STEP_WIDTH));
     const from = Math.max(1, t - steps), right = pane.fitAll ? 24 : 74;
     const width = Math.min(pane.fitAll ? 120 : STEP_WIDTH * 1.5, (this.surface.width - 14 - right) / Math.max(1, t - from));
     return { from, to: t, left: 14, width, x: step => 14 + (step - from) * width };
