@@ -32,6 +32,8 @@ LONG_TEXTS = {
     "cows": "12,345", "cowsnow": "16 now", "cowssub": "1,023 MiB carried over", "atoken": "“antidisestablish…”",
     "atokensub": "b15, position 19,999 (prompt)",
 }  # fmt: skip
+TEXTS = ["ink", "muted", "accent", "cow", "free", "fork", "gold", "bad", "dead"]
+SCALE, INKS = [f"share{i}" for i in range(6)], [f"ink{i}" for i in range(6)]
 PUT = "texts => { for (const [name, text] of Object.entries(texts)) cowbeam.pane.output(name).textContent = text; }"
 
 
@@ -56,6 +58,35 @@ def test_long_numbers_are_not_cut(visitor):
         visitor.eval("cowbeam.clock.go(62)")
         visitor.eval(PUT, LONG_TEXTS)
         assert visitor.eval(CUT) == [], f"{width} px"
+
+
+def luminance(colour):
+    """Relative luminance of ``#rrggbb`` (WCAG 2.2)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a, b):
+    """WCAG's ratio of two colours."""
+    dark, light = sorted((luminance(a), luminance(b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_small_text_can_be_read(demo, browser, scheme):
+    """4.5 : 1 for every colour that text has; the scale of sharing is monotone, so it is read without colours too."""
+    visitor = Visitor(browser, demo[0], color_scheme=scheme)
+    get = {
+        name: visitor.eval("n => cowbeam.palette.get(n)", name) for name in (*TEXTS, *SCALE, *INKS, "panel", "ground")
+    }
+    for name in TEXTS:
+        assert min(contrast(get[name], get["panel"]), contrast(get[name], get["ground"])) >= 4.5, name
+    for ink, share in zip(INKS, SCALE, strict=True):
+        assert contrast(get[ink], get[share]) >= 4.5, share
+    steps = [luminance(get[share]) for share in SCALE]
+    assert steps == sorted(steps, reverse=scheme == "light")
+    visitor.close()
 
 
 @pytest.mark.parametrize("scheme", ["dark", "light"])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from gradio_client import Client
+from PIL import Image
 from playwright.sync_api import expect
 
 from ui_server import SCOPE, Visitor
@@ -76,6 +77,57 @@ def test_a_trace_from_a_file_says_what_works_on_it(visitor, tmp_path):
     page.wait_for_function("() => cowbeam.pane.store.start.settings.width === 8 && !cowbeam.pane.isImported")
     page.click("#stop")
     visitor.wait_until_done()
+
+
+def test_keys_do_what_buttons_do(visitor):
+    visitor.page.locator(SCOPE).focus()
+    press, at = visitor.page.keyboard.press, lambda: int(visitor.data("step"))
+    press("Home")
+    assert at() == 1
+    press("c")
+    first = at()
+    press("c")
+    assert at() > first
+    press("Shift+C")
+    assert at() == first
+    press("ArrowRight")
+    press("Shift+ArrowRight")
+    assert at() == first + 11
+    for key, button in [("f", "fit"), ("l", "log")]:
+        press(key)
+        assert visitor.page.locator(f"[data-b={button}]").first.get_attribute("aria-pressed") == "true"
+    for key, lesson in [("m", "budget"), ("w", "whatif"), ("t", "tour")]:
+        press(key)
+        visitor.page.wait_for_selector(f"{SCOPE}[data-lesson={lesson}]")
+    press("Escape")
+    assert visitor.data("lesson") is None
+    press(" ")
+    assert visitor.data("playing") == "1"
+    press("End")
+    assert at() == visitor.eval("cowbeam.pane.store.lastWithBranches")
+    visitor.page.focus("#prompt textarea")
+    press("Home")
+    assert at() > 1, "keys in a text field are the field's"
+
+
+def test_the_view_is_saved_as_a_picture_and_the_settings_as_a_link(visitor, tmp_path):
+    visitor.eval("cowbeam.clock.go(40)")
+    with visitor.page.expect_download() as download:
+        visitor.press("PNG")
+    saved = tmp_path / download.value.suggested_filename
+    download.value.save_as(saved)
+    assert saved.name == "cowbeam-step-40.png"
+    with Image.open(saved) as picture:
+        assert picture.width > 2000
+        assert len(set(picture.convert("RGB").resize((200, 200)).getdata())) > 500, "it is not blank"
+    visitor.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    visitor.press("Link")
+    visitor.page.wait_for_selector("text=a link to these settings is in the clipboard")
+    link = visitor.eval("navigator.clipboard.readText()")
+    assert "max_new_tokens=96" in link
+    again = Visitor(visitor.context.browser, link)
+    expect(again.page.locator("#max_new_tokens input[type=number]")).to_have_value("96")
+    again.close()
 
 
 def test_a_lost_message_is_fetched_again(visitor):

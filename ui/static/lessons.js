@@ -23,6 +23,8 @@ class Lessons {
     const { scope } = this;
     if (!this.current) return;
     this.current.leave?.(); this.current = null;
+    // What is hidden loses the focus to the page, and the keys with it.
+    if (scope.output('lesson').contains(document.activeElement)) scope.root.focus({ preventScroll: true });
     scope.output('lesson').hidden = true; delete scope.root.dataset.lesson; this.spotlight(null);
     scope.output('lessonbody').replaceChildren();
   }

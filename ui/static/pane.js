@@ -115,7 +115,11 @@ class Pane {
     };
     on(pool, (x, y) => this.inBlock(this.panels.pool.blockAt(x, y)));
     on(tables, (x, y) => this.panels.tables.at(x, y));
-    on(tree, (x, y) => this.atNode(this.panels.tree.at(x, y)));
+    on(tree, (x, y) => {
+      const node = this.panels.tree.at(x, y);
+      tree.title = node ? `“${tokenLabel(node.text)}” · probability ${(100 * Math.exp(node.logprob)).toFixed(1)} % · sum of log-probs ${node.cumulative.toFixed(2)}` : '';
+      return this.atNode(node);
+    });
     this.output('colour').addEventListener('change', e => { this.colour = e.target.value; showLegend(this); this.mark('pool', 'tables'); });
     this.output('order').addEventListener('change', e => { this.rowOrder = e.target.value; this.mark('tables'); });
   }

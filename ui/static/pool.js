@@ -38,7 +38,7 @@ class PoolPanel {
     this.drawEmpty(context);
     const fills = store.fills(state), byIdentity = this.pane.colour === 'identity';
     context.textAlign = 'center'; context.textBaseline = 'middle';
-    const sizeOfText = Math.round(Math.min(12, size * .38));
+    const sizeOfText = Math.round(Math.min(12, size * .38)), labels = [];
     for (let block = 0; block < state.ref.length; block++) {
       const sharers = state.ref[block];
       if (!sharers) continue;
@@ -50,9 +50,10 @@ class PoolPanel {
         context.save(); context.clip(); context.fillRect(X, Y + inner * (1 - share), inner, inner * share); context.restore();
       } else if (radius) { roundRect(context, X, Y, inner, inner, radius); context.fill(); }
       else context.fillRect(X, Y, inner, inner);
-      if (size >= 18) this.label(context, block, sharers, x + size / 2, y + size / 2, sizeOfText, share > .6);
+      if (size >= 18) labels.push([block, sharers, x + size / 2, y + size / 2, sizeOfText, share > .6]);
     }
     const moving = this.drawEvents(context);
+    for (const label of labels) this.label(context, ...label);  // over the arcs: a line through a number reads as another
     this.drawHover(context);
     return moving;
   }
@@ -77,6 +78,7 @@ class PoolPanel {
 
   label(context, block, sharers, x, y, pixels, isFilled) {
     const { palette, colour } = this.pane, big = this.grid.size >= 34;
+    context.textAlign = 'center'; context.textBaseline = 'middle';
     context.fillStyle = !isFilled ? palette.get('ink') : colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
     context.font = palette.font(pixels, 700);
     context.fillText(colour === 'identity' ? block : `×${sharers}`, x, y + (big ? pixels * .35 : .5));
@@ -104,7 +106,7 @@ class PoolPanel {
 
   drawArc(context, source, target, age) {
     const { size } = this.grid, [x0, y0] = this.corner(source), [x1, y1] = this.corner(target), half = size / 2;
-    const from = [x0 + half, y0 + half], to = [x1 + half, y1 + half];
+    const edge = size * .1, from = [x0 + half, y0 + edge], to = [x1 + half, y1 + edge];
     const control = [(from[0] + to[0]) / 2, Math.max(2, Math.min(from[1], to[1]) - size * .9 - Math.abs(to[0] - from[0]) * .08)];
     const reach = Math.min(1, .15 + age * 2.2), mix = (a, b) => [a[0] + (b[0] - a[0]) * reach, a[1] + (b[1] - a[1]) * reach];
     const bend = mix(from, control), tip = mix(bend, mix(control, to));

@@ -1,6 +1,7 @@
 /* The token tree: what every branch generated, where they part, which were pruned, which ended. */
 
-const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14;
+// TIP_ROOM: a tip's word of up to 11 characters and its score.
+const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14, TIP_ROOM = 122;
 
 class TreePanel {
   constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree')); this.heights = new Map(); this.placed = []; }
@@ -18,6 +19,7 @@ class TreePanel {
     this.drawEdges(context, nodes);
     this.drawDots(context, nodes);
     this.drawLabels(context, nodes);
+    this.drawScores(context);
     this.placed = nodes;
     pane.showTrunk(pane.fitAll ? -1 : this.view.from, store.commonAncestor(state));
     return moving;
@@ -25,7 +27,7 @@ class TreePanel {
 
   chooseView() {
     const { pane } = this, t = pane.state.t, steps = pane.fitAll ? t : Math.max(3, Math.floor(this.surface.width / STEP_WIDTH));
-    const from = Math.max(1, t - steps), right = pane.fitAll ? 24 : 74;
+    const from = Math.max(1, t - steps), right = pane.fitAll ? 24 : TIP_ROOM;
     const width = Math.min(pane.fitAll ? 120 : STEP_WIDTH * 1.5, (this.surface.width - 14 - right) / Math.max(1, t - from));
     return { from, to: t, left: 14, width, x: step => 14 + (step - from) * width };
   }
@@ -153,6 +155,19 @@ class TreePanel {
       context.fillStyle = palette.get(!item.alive ? 'dead' : isTip && this.best.has(item.node.id) ? 'gold' : 'ink'); context.fillText(text, x, y);
     }
     context.globalAlpha = 1;
+  }
+
+  /* Behind the newest words: the branch's sum of log-probs. Where tips are too close, the best keep theirs. */
+  drawScores(context) {
+    const { store, state, palette } = this.pane, right = this.surface.width - 2, taken = [];
+    if (this.view.width < 30 || this.pane.fitAll) return;
+    context.font = palette.font(9.5); context.textAlign = 'right'; context.textBaseline = 'middle'; context.fillStyle = palette.get('muted');
+    for (const place of store.bestFirst(state)) {
+      const item = this.byId.get(state.live[place]);
+      if (!item || taken.some(y => Math.abs(y - item.y) < 10)) continue;
+      taken.push(item.y); context.fillText(state.scores[place].toFixed(2).replace('-', '−'), right, item.y);
+    }
+    context.textAlign = 'left';
   }
 
   label(node) { return node.finish === 'eos' && !node.text.trim() ? 'end' : tokenLabel(node.text); }

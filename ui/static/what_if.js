@@ -84,7 +84,7 @@ class WhatIfLesson {
     for (const title of ['branch', 'next token', 'with the wrong entry', 'greatest change of a logit']) head.append(make('th', '', title));
     answer.tokens.forEach((token, rank) => {
       const row = body.insertRow(), percent = p => `${(100 * p).toFixed(0)} %`;
-      row.className = token.is_affected ? 'bad' : '';
+      row.className = token.token_before !== token.token_after ? 'bad' : token.is_affected ? '' : 'aside';
       for (const text of [`b${places[rank]}`, `“${tokenLabel(token.token_before)}” ${percent(token.probability_before)}`, `“${tokenLabel(token.token_after)}” ${percent(token.probability_after)}`, token.logit_change < 1e-3 ? 'none' : token.logit_change.toFixed(2)]) row.insertCell().textContent = text;
     });
     return table;
