@@ -30,6 +30,12 @@ def shade(sharers: int) -> str:
     return SHADES[min((sharers - 1).bit_length(), len(SHADES) - 1)]
 
 
+def last_words(text: str, most: int) -> str:
+    """The last ``most`` characters of ``text`` at most, from the beginning of a word."""
+    plain = " ".join(text.split())
+    return plain if len(plain) <= most else "…" + plain[-most:].partition(" ")[2]
+
+
 def draw_tables(axes: Axes, frame: Frame, block_size: int) -> None:
     """One line a branch, one column a logical block; neighbours that hold the same block are one shape."""
     order = tree_order(frame)
@@ -57,10 +63,8 @@ def draw_tables(axes: Axes, frame: Frame, block_size: int) -> None:
                 axes.text(column + 0.5, (row + end) / 2, str(block), ha="center", va="center", fontsize=8, color=color)
             row = end
     for row, i in enumerate(order):
-        text = " ".join(frame.branches[i].text.split())
-        axes.text(
-            max(map(len, tables)) + 0.2, row + 0.5, f"… {text[-58:]}", va="center", fontsize=7.5, family="DejaVu Sans"
-        )
+        text = last_words(frame.branches[i].text, 58)
+        axes.text(max(map(len, tables)) + 0.2, row + 0.5, text, va="center", fontsize=7.5, family="DejaVu Sans")
     axes.set_xlim(0, max(map(len, tables)) + 6.2)
     axes.set_ylim(len(tables), 0)
     axes.set_yticks([])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draw_figures import shade
+from draw_figures import last_words, shade
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -51,7 +51,7 @@ def stills(records: list[dict[str, Any]]) -> Iterator[Still]:
         live = {place: node for place, node in enumerate(record["live"]) if node is not None}
         order = sorted(live, key=lambda place: paths[live[place]])
         copied = {event[2] for event in record["ev"] if event[0] == "cow"}
-        words = [" ".join(texts[live[place]].split())[-WORDS_SHOWN:] for place in order]
+        words = [last_words(texts[live[place]], WORDS_SHOWN) for place in order]
         yield Still([list(tables[place]) for place in order], words, copied, record["mem"])
 
 
@@ -68,9 +68,7 @@ def draw_tables(axes: Axes, still: Still, columns: int) -> None:
                 draw_block(axes, column, row, end, here[0], sharers[here[0]], here[0] in still.copied)
             row = end
     for row, text in enumerate(still.texts):
-        axes.text(
-            columns + 0.2, row + 0.5, f"…{text}", va="center", fontsize=7.5, family="DejaVu Sans", parse_math=False
-        )
+        axes.text(columns + 0.2, row + 0.5, text, va="center", fontsize=7.5, family="DejaVu Sans", parse_math=False)
     axes.set_xlim(0, columns + 6)
     axes.set_ylim(len(still.tables), 0)
     axes.set_axis_off()
@@ -86,13 +84,18 @@ def draw_block(axes: Axes, column: int, row: int, end: int, block: int, sharers:
 
 def draw_memory(axes: Axes, seen: list[Still], steps: int, highest: float) -> None:
     curves = [("contiguous", "#b04a3a", ":"), ("copies", "#b04a3a", "-"), ("used", "#2f6fae", "-")]
-    names = {"contiguous": "contiguous reserve", "copies": "a copy a branch", "used": "cowbeam"}
+    names = {"contiguous": "contiguous reserve", "copies": "a copy per branch", "used": "cowbeam"}
+    least = highest * 0.09  # apart, so that names do not lie on each other
+    above = float("inf")
     for key, color, style in curves:
         sizes = [still.memory[key] / 2**20 for still in seen]
         axes.plot(range(1, len(seen) + 1), sizes, color=color, linestyle=style, lw=1.6)
-        axes.text(steps * 1.02, sizes[-1], f"{names[key]} {sizes[-1]:.0f} MiB", fontsize=7.5, color=color, va="center")
+        above = min(sizes[-1], above - least)
+        axes.text(steps * 1.02, above, f"{names[key]} {sizes[-1]:.0f} MiB", fontsize=7.5, color=color, va="center")
     axes.set_xlim(0, steps * 1.35)
     axes.set_ylim(0, highest * 1.1)
+    axes.set_xticks(range(0, steps + 1, 20))
+    axes.set_ylabel("KV, MiB", fontsize=7.5)
     axes.tick_params(labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -109,7 +112,9 @@ def main() -> None:
     highest = max(still.memory["contiguous"] for still in film) / 2**20
     pictures = []
     for step in range(1, len(film) + 1, options.every):
-        canvas = FigureCanvasAgg(Figure(figsize=(9.2, 4.6), dpi=92, layout="constrained"))
+        canvas = FigureCanvasAgg(Figure(figsize=(9.2, 4.6), dpi=92))
+        # Fixed, or a longer word would move everything from one picture to the next.
+        canvas.figure.subplots_adjust(left=0.06, right=0.995, bottom=0.06, top=0.94, hspace=0.06)
         tables, memory = canvas.figure.subplots(2, 1, height_ratios=[1.7, 1])
         draw_tables(tables, film[step - 1], columns)
         what = f"{start['mode']}, {start['width']} branches, step {step}"

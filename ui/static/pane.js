@@ -24,6 +24,7 @@ class Pane {
   begin(start) {
     this.store.reset(start); this.state = null; this.wrongEntry = this.wrongPlaces = null; this.budget = 0; this.hover = {};
     this.inspector.isPinned = false; this.inspector.position = Infinity; this.panels.tree.heights.clear();
+    this.root.style.setProperty('--rows', start.width);
     showLegend(this);
   }
 
