@@ -23,6 +23,7 @@ FILM = Path(__file__).parent / "figures" / "search.gif"
 COPIED = "#d55e00"
 FRAMES_A_SECOND = 5
 WORDS_SHOWN = 46
+MARGIN = 1.5  # the picture's width in widths of the tables: the rest is for words
 
 
 class Still(NamedTuple):
@@ -69,7 +70,7 @@ def draw_tables(axes: Axes, still: Still, columns: int) -> None:
             row = end
     for row, text in enumerate(still.texts):
         axes.text(columns + 0.2, row + 0.5, text, va="center", fontsize=7.5, family="DejaVu Sans", parse_math=False)
-    axes.set_xlim(0, columns + 6)
+    axes.set_xlim(0, columns * MARGIN)
     axes.set_ylim(len(still.tables), 0)
     axes.set_axis_off()
 
@@ -92,7 +93,7 @@ def draw_memory(axes: Axes, seen: list[Still], steps: int, highest: float) -> No
         axes.plot(range(1, len(seen) + 1), sizes, color=color, linestyle=style, lw=1.6)
         above = min(sizes[-1], above - least)
         axes.text(steps * 1.02, above, f"{names[key]} {sizes[-1]:.0f} MiB", fontsize=7.5, color=color, va="center")
-    axes.set_xlim(0, steps * 1.35)
+    axes.set_xlim(0, steps * MARGIN)
     axes.set_ylim(0, highest * 1.1)
     axes.set_xticks(range(0, steps + 1, 20))
     axes.set_ylabel("KV, MiB", fontsize=7.5)
