@@ -258,6 +258,22 @@ def corrupt(visitor):
     return map(int, visitor.data("whatif").split(","))
 
 
+def test_the_tour_gives_the_visitors_run_back(visitor):
+    """It shows the recorded run. A run that went on meanwhile is complete when it comes back."""
+    visitor.set_number("max_new_tokens", 30)
+    visitor.set_number("width", 3)
+    visitor.generate()
+    visitor.wait_for_step(4)
+    run = visitor.data("run")
+    visitor.press("Tour")
+    visitor.page.wait_for_selector(f"{SCOPE}[data-lesson=tour]")
+    assert visitor.data("run") == "example"
+    visitor.page.keyboard.press("Escape")
+    visitor.page.wait_for_function("run => cowbeam.pane.shownRun === run && cowbeam.pane.store.end", arg=run)
+    assert visitor.eval("cowbeam.pane.store.last") == 30
+    assert visitor.breaches() == []
+
+
 def test_hostile_text_is_shown_and_never_run(visitor):
     """Gradio evaluates `${…}` in what it takes for a template, and innerHTML runs event handlers."""
     hostile = (

@@ -52,7 +52,7 @@ function firstBreach() {
   const store = new TraceStore();
   store.reset(TINY);
   store.push({ t: 1, nodes: [[0, -1, 'a', 0, 0]], live: [0], len: [1], scores: [0], rank: [0], tabs: [[0, 0, [2]]], ref: [[2, 2]], ev: [], mem: { used: 1 } });
-  return store.check(store.at(1));
+  return [store.check(store.at(1)), store.breach];
 }
 
 function pushAfterGap() {

@@ -42,7 +42,8 @@ class Decoders:
                 block_size=settings.block_size,
                 num_blocks=num_blocks,
                 prefix_reuse=False,  # every search is shown from its first block on
-                compile=False,  # a visitor waits for the first token, not for the thousandth
+                # Up to a minute for every decoder: a visitor waits for the first token, not for the thousandth.
+                compile=False,
             )
         self._kept.move_to_end(key)
         while len(self._kept) > MAX_KEPT:

@@ -8,7 +8,9 @@ class Lessons {
     if (this.current?.name === name) return this.close();
     this.close();
     if (name === 'tour' && scope.pane.shownRun !== 'example') {
-      const example = await scope.server.example({});
+      const example = await scope.server.example({}), { pane } = scope;
+      // A comparison has two traces and is not brought back.
+      if (pane.store.start && scope.shown.length === 1) this.left = { run: pane.shownRun, records: pane.store.records(), step: scope.clock.t };
       scope.files.openExample(example, { play: false });
     }
     if (!scope.pane.state) return;
@@ -27,6 +29,16 @@ class Lessons {
     if (scope.output('lesson').contains(document.activeElement)) scope.root.focus({ preventScroll: true });
     scope.output('lesson').hidden = true; delete scope.root.dataset.lesson; this.spotlight(null);
     scope.output('lessonbody').replaceChildren();
+    if (this.left) this.comeBack();
+  }
+
+  /* To the run that the tour took from the screen, unless a newer one has come. */
+  comeBack() {
+    const { scope } = this, { run, records, step } = this.left, isImported = run.startsWith('imported-');
+    this.left = null;
+    if (scope.pane.run !== 'example') return;
+    scope.feed.open(run, records); scope.clock.go(step);
+    if (isImported) scope.note(''); else if (!scope.pane.store.end) { delete scope.root.dataset.done; scope.feed.fetchMissing(scope.pane, 0); }
   }
 
   turn(by) {

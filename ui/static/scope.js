@@ -78,7 +78,6 @@ class Scope {
     if (!pane?.state) return;
     const breaches = this.shown.map(p => p.state && p.store.check(p.state)).filter(Boolean);
     Object.assign(root.dataset, { step: t, used: pane.store.stats[pane.state.t - 1].used, invariant: breaches[0] ?? 'ok' });
-    if (breaches.length && !this.breach) { this.breach = breaches[0]; this.showBadges(); }
     if (this.root.querySelector('.kv-table').open) this.output('table').replaceChildren(stepTable(this.shown));
     this.lessons.stepShown();
   }
@@ -97,15 +96,16 @@ class Scope {
   showFacts(start) {
     const facts = [...(this.pane.isImported ? ['from a file'] : []), start.model, start.dtype, start.device, start.mode, plural(start.width, start.mode.includes('beam') ? 'beam' : start.width > 1 ? 'sample' : 'branch'), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
     this.output('facts').replaceChildren(...facts.map(fact => make('span', '', fact)));
-    this.breach = null; this.verdict = null;
+    this.verdict = null;
   }
 
   showBadges() {
     const badge = this.output('invariant'), check = this.output('check');
-    badge.className = `badge ${this.breach ? 'bad' : 'good'}`;
-    setText(badge, this.breach ?? `sharers = table entries · ${plural(this.clock.last, 'step')}`);
+    const breach = this.stores.map(store => store.breach).find(Boolean);
+    badge.className = `badge ${breach ? 'bad' : 'good'}`;
+    setText(badge, breach ?? `sharers = table entries · ${plural(this.clock.last, 'step')}`);
     const { store } = this.pane, stats = store.end?.stats;
-    if (stats && !this.breach) this.agreeWithStats(badge, store, stats);
+    if (stats && !breach) this.agreeWithStats(badge, store, stats);
     check.hidden = !stats;
     if (!this.verdict) { check.className = 'badge'; setText(check, 'compare with transformers'); }
   }
@@ -115,7 +115,7 @@ class Scope {
     const mine = store.stats.at(-1), pairs = [['copy-on-writes', mine.cowTotal, stats.cow_copies], ['peak blocks', mine.peak, stats.peak_blocks], ['steps', store.last, stats.steps]];
     const wrong = pairs.find(([, ours, theirs]) => ours !== theirs);
     if (wrong) { badge.className = 'badge bad'; setText(badge, `${wrong[0]}: ${wrong[1]} on this page, ${wrong[2]} in DecodeStats`); }
-    else badge.title = 'At every step shown, each block’s sharers are counted again from the block tables; copies, peak and steps equal DecodeStats';
+    else badge.title = 'At every step, each block’s sharers are counted again from the block tables; copies, peak and steps equal DecodeStats';
     this.root.dataset.stats = wrong ? 'wrong' : 'ok';
   }
 

@@ -7,6 +7,7 @@ class TraceStore {
   reset(start) {
     this.start = start; this.end = null; this.frames = []; this.nodes = []; this.stats = []; this.cowSteps = [];
     this.keyframes = []; this.lives = new Map(); this.finishedNodes = new Set(); this.lastWithBranches = 0;
+    this.breach = null;
     if (!start) return;
     const empty = () => new Array(start.width).fill(null);
     this.tail = { t: 0, ref: new Uint16Array(start.num_blocks), tabs: empty().map(() => []), live: empty(), len: empty().fill(0),
@@ -20,6 +21,7 @@ class TraceStore {
     if (!this.start || frame.t !== this.last + 1) return false;
     const before = this.tail.live.filter(node => node !== null);
     applyFrame(this.tail, frame);
+    this.breach ??= this.check(this.tail);  // of every step, whether it is ever shown or not
     this.frames.push(frame);
     if (frame.live.some(node => node !== null)) this.lastWithBranches = frame.t;
     if ((frame.t - 1) % this.every === 0) this.keyframes.push(cloneState(this.tail));
