@@ -31,6 +31,8 @@ class _OneDNNLinear:
 
     def forward(self, input: Tensor) -> Tensor:  # the name of nn.Linear's parameter
         weight, bias = self.linear.weight, self.linear.bias
+        if torch.compiler.is_compiling():  # a compiler chooses by itself, and does not know what oneDNN is asked here
+            return nn.functional.linear(input, weight, bias)
         # Asked at every call: their owner may have put others there. Of any other layout oneDNN takes 500 times as
         # long, and of several types none at all.
         if all(type(part) is nn.Parameter and part.is_contiguous() for part in (weight, bias) if part is not None) and (

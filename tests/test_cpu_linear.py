@@ -95,6 +95,24 @@ def test_a_plain_one_is_not_left_to_torch():
         assert is_left_to_torch(nn.Linear(576, 96), torch.randn(5, 576))
 
 
+def test_a_compiler_sees_torchs_own_product():
+    """inductor fell over oneDNN's with weights that are no constants: no model could be compiled on a CPU."""
+    seen: list[str] = []
+
+    def note(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., object]:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    linear, x = nn.Linear(24, 40), torch.randn(5, 24)
+    torch._dynamo.reset()
+    got = in_place(linear, x)
+    with torch.inference_mode(), CPULinears(linear).in_place():
+        compiled = torch.compile(lambda x: linear(x), backend=note, fullgraph=True)(x)
+    torch.testing.assert_close(compiled, got, rtol=1e-5, atol=1e-5)
+    assert any("linear" in target for target in seen)
+    assert not any("mkldnn" in target for target in seen)
+
+
 def test_the_model_is_as_its_owner_left_it():
     """After a step, and after one that raised; gradients flow."""
     model = make_model("llama", FAMILIES["llama"])
