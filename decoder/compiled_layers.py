@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from cowbeam.decoder.stand_ins import StandIn, in_place
+
 LayerForward = Callable[..., Any]
 
 # An attention module's attribute while its layer runs compiled: the layer's number, as a tensor on the CPU. A plain
@@ -39,12 +41,12 @@ class CompiledLayers:
         backend: str = "inductor",
     ) -> None:
         compiled = {kind: _compile(type(layer), backend) for layer, kind in zip(layers, kinds, strict=True)}
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = [
-            (layer.__dict__, "forward", partial(_forward, compiled[kind], layer))
+        self._stand_ins = [
+            StandIn(layer.__dict__, "forward", partial(_forward, compiled[kind], layer))
             for layer, kind in zip(layers, kinds, strict=True)
         ]
         for number, module in enumerate(attention_modules):
-            self._attributes.append((module.__dict__, NUMBER, torch.tensor(number)))
+            self._stand_ins.append(StandIn(module.__dict__, NUMBER, torch.tensor(number)))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -52,18 +54,9 @@ class CompiledLayers:
 
         A layer that its owner gave a forward pass of its own keeps it.
         """
-        placed: list[tuple[dict[str, Any], str]] = []
-        try:
-            for attributes, name, value in self._attributes:
-                if name not in attributes:
-                    attributes[name] = value
-                    placed.append((attributes, name))
-            # By default torch goes on with code that knows nothing of a hook which came later.
-            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-                yield
-        finally:
-            for attributes, name in placed:
-                del attributes[name]
+        # By default torch goes on with code that knows nothing of a hook which came later.
+        with in_place(self._stand_ins), torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            yield
 
 
 def _compile(layer_type: type[nn.Module], backend: str) -> LayerForward:

@@ -6,11 +6,12 @@ read where they lie: nothing is packed or kept twice, and updates in place are s
 """
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
+
+from cowbeam.decoder.stand_ins import StandIn, in_place
 
 
 def is_faster_here() -> bool:
@@ -48,16 +49,8 @@ class CPULinears:
 
     def __init__(self, model: nn.Module) -> None:
         linears = [module for module in model.modules() if type(module) is nn.Linear]
-        self._stand_ins = [(linear.__dict__, _OneDNNLinear(linear).forward) for linear in linears]
+        self._stand_ins = [StandIn(linear.__dict__, "forward", _OneDNNLinear(linear).forward) for linear in linears]
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> AbstractContextManager[None]:
         """oneDNN inside the body, without gradients; outside, every Linear computes its own."""
-        taken = [(attributes, forward) for attributes, forward in self._stand_ins if "forward" not in attributes]
-        try:
-            for attributes, forward in taken:
-                attributes["forward"] = forward
-            yield
-        finally:
-            for attributes, _ in taken:
-                attributes.pop("forward", None)
+        return in_place(self._stand_ins)

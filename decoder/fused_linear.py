@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cowbeam.decoder.stand_ins import StandIn, in_place
+
 
 class LinearGroup:
     """Linears of one input, in the order of their calls.
@@ -91,7 +93,7 @@ class FusedLinears:
 
     def _list_shares(self) -> None:
         self._shares = [
-            (member.__dict__, _Share(group, index).forward)
+            StandIn(member.__dict__, "forward", _Share(group, index).forward)
             for group in self.groups
             for index, member in enumerate(group.members)
         ]
@@ -121,12 +123,9 @@ class FusedLinears:
         """One product a group inside the body; outside, every Linear computes its own."""
         self.refresh()
         try:
-            for attributes, forward in self._shares:
-                attributes["forward"] = forward
-            yield
+            with in_place(self._shares):
+                yield
         finally:
-            for attributes, _ in self._shares:
-                attributes.pop("forward", None)
             for group in self.groups:
                 group.forget()
 
