@@ -98,7 +98,6 @@ class CandidateSource:
             The candidates; and the ranks' greatest logits, which tell what is wrong, if a score is NaN (else anything).
         """
         strategy = self._group.strategy
-        self._vocabulary = logits.shape[1]
         if self._group.request.params.logprobs is not None:
             self._plain = torch.log_softmax(logits[rows].float(), -1)
         if self._is_plain and logits.is_cuda:  # by kernels that read the logits where they lie
@@ -147,7 +146,7 @@ class CandidateSource:
     def _process(self, scores: Tensor, start: int = 0) -> Tensor:
         """``scores`` of the ranks from ``start`` on."""
         if self._grammar is not None:
-            scores = scores.masked_fill(self._forbidden(self._grammar, start, len(scores)), -torch.inf)
+            scores = scores.masked_fill(self._forbidden(self._grammar, start, *scores.shape), -torch.inf)
         if self._history is None:
             return scores
         seen = cast(torch.LongTensor, self._history[start : start + len(scores), : self._length])
@@ -160,7 +159,7 @@ class CandidateSource:
         # A row in which nothing is allowed has no distribution: normalizing gives NaN, which would rank first.
         return processed.masked_fill(processed.isnan() & ~scores.isnan(), -torch.inf)
 
-    def _forbidden(self, grammar: GrammarStates, start: int, count: int) -> Tensor:
+    def _forbidden(self, grammar: GrammarStates, start: int, count: int, vocabulary: int) -> Tensor:
         """[count, vocabulary] bool: the grammar has no such token there."""
         masks = torch.empty(count, grammar.num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         masks.fill_(-1)
@@ -169,7 +168,7 @@ class CandidateSource:
             masks &= torch.from_numpy(grammar.permitted)
         bits = torch.arange(32, dtype=torch.int32, device=self._device)
         allowed = (masks.to(self._device, non_blocking=True)[:, :, None] >> bits) & 1
-        return allowed.reshape(count, -1)[:, : self._vocabulary] == 0
+        return allowed.reshape(count, -1)[:, :vocabulary] == 0
 
     def _process_by_users(self, seen: Tensor, scores: Tensor) -> Tensor:
         """Users may keep and change what they are given, so it is theirs. Their error is this request's alone."""
