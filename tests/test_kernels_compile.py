@@ -4,6 +4,8 @@ The interpreter runs Python: it took a variable that was a number in one branch 
 compiler refuses.
 """
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,24 +14,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cowbeam.kernels import (
-    advance_triton,
-    attention_kernel,
-    cache_ops_triton,
-    draw_tokens_triton,
-    plan_triton,
-    top_candidates_triton,
-)
+import cowbeam.kernels
+from cowbeam.kernels import top_candidates_triton
 
 HOPPER = GPUTarget("cuda", 90, 32)
-MODULES = (
-    advance_triton,
-    attention_kernel,
-    cache_ops_triton,
-    draw_tokens_triton,
-    plan_triton,
-    top_candidates_triton,
-)
+# Where kernels are, by the names of their files.
+MODULES = [
+    importlib.import_module(f"cowbeam.kernels.{module.name}")
+    for module in pkgutil.iter_modules(cowbeam.kernels.__path__)
+    if module.name.endswith(("_triton", "_kernel"))
+]
 HALF = {"QUERY", "LOGITS", "KEYS", "VALUES", "OUT", "KEY", "VALUE", "KEY_CACHE", "VALUE_CACHE", "SINKS"}
 SINGLE = {
     "PARTIAL_OUT", "PARTIAL_LSE", "MAXIMA", "SUMS", "PARTIAL_MAXIMA", "PARTIAL_SUMS", "RUNNING", "LOG_SUMS", "SCORES",
