@@ -49,8 +49,8 @@ class Decoder:
         kv_memory: on a CPU, bytes of the pool (2 GiB).
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
         prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
-            are not needed for anything else. Weights that change are noticed, unless they are written through
-            ``.data`` or by an adapter that is switched: call ``forget_prefixes`` then.
+            are not needed for anything else. Weights that change and adapters that are switched are noticed, but not
+            what is written through ``.data``: call ``forget_prefixes`` then.
         compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
             since torch keeps them on disk); None means on the Triton path on CUDA.
 
