@@ -47,11 +47,15 @@ def _log_probs(LOGITS, row, token, vocabulary, maximum, log_sum):
 
 
 @triton.jit
-def _place(cumulative, target):
-    """The first place whose sum exceeds the target; where rounding leaves none, the first that reaches the total."""
-    exceeding = tl.sum((cumulative <= target).to(tl.int32), 0)
-    reaching = tl.sum((cumulative < tl.max(cumulative, 0)).to(tl.int32), 0)
-    return tl.minimum(exceeding, reaching)
+def _place(masses, cumulative, target, PLACES: tl.constexpr):
+    """The first place of a mass whose sum exceeds the target; the last of any mass where rounding leaves none.
+
+    Only places of a mass count: a scan in parallel adds in another order at every place, so that its sums may rise by
+    a rounding behind the last mass.
+    """
+    place = tl.arange(0, PLACES)
+    first = tl.min(tl.where((masses > 0) & (cumulative > target), place, PLACES), 0)
+    return tl.minimum(first, tl.max(tl.where(masses > 0, place, 0), 0))
 
 
 @triton.jit
@@ -84,13 +88,14 @@ def _draw_kernel(
     chunk = tl.arange(0, CHUNKS_PAD)
     maximum, log_sum = tl.load(MAXIMA + rank), tl.load(LOG_SUMS + rank)
     row = tl.load(ROWS + rank).to(tl.int64) * logits_row
-    cumulative = tl.cumsum(tl.load(MASSES + rank * chunks + chunk, mask=chunk < chunks, other=0.0), 0)
+    masses = tl.load(MASSES + rank * chunks + chunk, mask=chunk < chunks, other=0.0)
+    cumulative = tl.cumsum(masses, 0)
     target = tl.load(NUMBERS + rank) * tl.max(cumulative, 0)
-    place = _place(cumulative, target)
+    place = _place(masses, cumulative, target, CHUNKS_PAD)
     before = tl.max(tl.where(chunk < place, cumulative, 0.0), 0)
     token = place * CHUNK + tl.arange(0, CHUNK)
     probabilities = tl.exp(_log_probs(LOGITS, row, token, vocabulary, maximum, log_sum).to(tl.float64))
-    # NaN exceeds nothing and reaches nothing: the place is 0.
-    drawn = place * CHUNK + _place(before + tl.cumsum(probabilities, 0), target)
+    # NaN is no mass: the place is 0.
+    drawn = place * CHUNK + _place(probabilities, before + tl.cumsum(probabilities, 0), target, CHUNK)
     tl.store(TOKENS + rank, drawn.to(tl.int64))
     tl.store(SCORES + rank, (tl.load(LOGITS + row + drawn).to(tl.float32) - maximum) - log_sum)

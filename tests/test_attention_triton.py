@@ -4,6 +4,7 @@ The tests of this file therefore run as a subprocess of one test (`test_in_the_i
 """
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ if not INTERPRETED:
 
 else:
     import torch
+    import triton
+    import triton.language as tl
 
     from cowbeam.kernels import (
         advance_triton,
@@ -268,6 +271,23 @@ else:
     @pytest.mark.parametrize("strange", strange_draws)
     def test_draws_from_strange_rows(strange, small_draw_chunks):
         check_draw(strange_draws[strange]())
+
+    @triton.jit
+    def place_kernel(MASSES, CUMULATIVE, TARGETS, PLACES):
+        places = tl.arange(0, 8)
+        found = draw_tokens_triton._place(
+            tl.load(MASSES + places), tl.load(CUMULATIVE + places), tl.load(TARGETS + tl.program_id(0)), 8
+        )
+        tl.store(PLACES + tl.program_id(0), found)
+
+    def test_sums_of_a_parallel_scan_may_rise_where_there_is_no_mass():
+        """A GPU adds in another order at every place: the sum crept up behind the vocabulary, and a token there won."""
+        masses = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0, 0.0, 0.0], dtype=torch.float64)
+        cumulative = masses.cumsum(0) + torch.tensor([0, 0, 1, 0, 0, -1, 1, 0], dtype=torch.float64) * 2**-50
+        targets = torch.tensor([0.0, 0.5, 0.75 - 2**-53, 1 - 2**-53, 1.0, math.nan], dtype=torch.float64)
+        places = torch.empty(len(targets), dtype=torch.int32)
+        place_kernel[(len(targets),)](masses, cumulative, targets, places)
+        assert places.tolist() == [1, 3, 3, 4, 4, 4]
 
     def test_reference_agrees_with_dense_softmax():
         """The oracle itself, against one line of torch on contiguous keys."""
