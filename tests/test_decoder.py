@@ -60,7 +60,9 @@ def test_a_prompt_is_computed_once(params: BeamSearchParams | SamplingParams) ->
     """transformers computes it num_beams times; counted at the model, not by cowbeam's own books."""
     decoder = tiny_decoder("llama")
     result, taken = tokens_computed(decoder, PROMPT, params)
-    assert taken == [len(PROMPT)] + [params.width] * 4
+    assert taken[0] == len(PROMPT)
+    assert set(taken[1:]) == {params.width}
+    assert len(taken) == 5 or result.stats.cuda_graphs  # a replayed step does not pass through the model's hooks
     assert result.stats.prefill_tokens == len(PROMPT)
     assert result.stats.decode_tokens == 4 * params.width
     assert result.stats.steps == 5

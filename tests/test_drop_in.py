@@ -211,9 +211,10 @@ class Case:
 
     def run(self, generate: Callable[..., Any], dtype: torch.dtype) -> Any:
         """``generate`` of the model; the error, if it raises one."""
+        model = attached(self.family, self.block_size, dtype)  # its weights may be drawn here
         torch.manual_seed(self.seed)
         try:
-            return generate(attached(self.family, self.block_size, dtype), **self.inputs, **copy.deepcopy(self.call))
+            return generate(model, **self.inputs, **copy.deepcopy(self.call))
         except (ValueError, RuntimeError) as error:
             return error
 
@@ -422,6 +423,7 @@ def test_fallback(name: str) -> None:
     def run(generate: Callable[..., Any]) -> Any:
         call = {"input_ids": torch.tensor([[3, 1, 4, 1], [5, 9, 2, 6]]), "num_beams": 2, "max_new_tokens": 4}
         call |= {"pad_token_id": 0} | changes
+        call = {key: value.to(DEVICE) if isinstance(value, Tensor) else value for key, value in call.items()}
         if name == "prompt lookup":
             call["input_ids"] = call["input_ids"][:1]
         if name == "a given cache":
