@@ -125,8 +125,7 @@ class StepGraphs:
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """One token a row; logits ``[rows, vocabulary]``, valid until the next call."""
         if self._version != self._adapter.version:
-            self._captured.clear()  # they read memory that may be another's by now
-            self._version = self._adapter.version
+            self._forget()
         bucket = _Bucket.of(inputs) if self.is_capturing else None
         step = self._captured.get(bucket) if bucket else None
         if step is not None:
@@ -148,6 +147,15 @@ class StepGraphs:
     def max_length(self) -> int:
         """Tokens for which a row of ``inputs.block_tables`` has columns."""
         return self.inputs.block_tables.shape[1] * self._cache.block_size
+
+    def _forget(self) -> None:
+        """Let go of what was captured: it reads memory that may be another's by now.
+
+        Of the graphs' memory too: torch gives it back with the last graph and captures nothing into it any more.
+        """
+        self._captured.clear()
+        self.step = self.pool = None
+        self._version = self._adapter.version
 
     def _capture(self, bucket: _Bucket, inputs: DecodeInputs) -> CapturedStep | None:
         if self.pool is None:
