@@ -26,25 +26,11 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from bench_header import print_header
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from bench_models import SHAPES, random_model, saved_model, spread
+from transformers import PreTrainedModel
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
-from cowbeam.decoder.default_model import resolve_default_model
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": dict(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, tie_word_embeddings=True,
-    ),
-    "llama-1b": dict(
-        vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=64, tie_word_embeddings=True,
-    ),
-    "llama-8b": dict(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-}  # fmt: skip
 FEW_TOKENS = 8
 DEFAULT_CASES = [f"{prompt}x{beams}" for prompt in (64, 512, 2048) for beams in (4, 8, 16)]
 
@@ -73,15 +59,6 @@ class StepClock:
 class Timing(NamedTuple):
     prefill: float  # seconds to the first token
     steps: list[float]  # seconds of a step, measured several times
-
-
-def load_model(shape: str | None, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    if shape is None:
-        return AutoModelForCausalLM.from_pretrained(resolve_default_model(), dtype=dtype).to(device).eval()
-    torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], max_position_embeddings=131072, rope_theta=500000.0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 class Search(NamedTuple):
@@ -132,15 +109,6 @@ def score(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> float
     with torch.inference_mode():
         logits = model(ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
     return float(logits.log_softmax(-1).gather(1, ids[0, -len(tokens) :, None]).mean())
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    return {
-        "median": statistics.median(ordered),
-        "p20": ordered[len(ordered) // 5],
-        "p80": ordered[len(ordered) * 4 // 5],
-    }
 
 
 def run_case(decoder: Decoder, case: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -225,7 +193,10 @@ def main() -> int:
     dtype = getattr(torch, options.dtype or ("bfloat16" if options.device == "cuda" else "float32"))
     title = f"Beams of {options.shape or 'SmolLM2-135M-Instruct'}, {dtype}, beside transformers"
     about = print_header(title) | {"model": options.shape or "SmolLM2-135M-Instruct", "dtype": str(dtype)}
-    model = load_model(options.shape, options.device, dtype)
+    if options.shape is None:
+        model = saved_model(None, options.device, dtype)
+    else:
+        model = random_model(options.shape, options.device, dtype)
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()

@@ -23,11 +23,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from bench_decode import SHAPES
 from bench_header import print_header
+from bench_models import SHAPES, random_model
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cowbeam.decoder import attend
 from cowbeam.decoder.attend import AttentionCall
@@ -36,18 +36,7 @@ from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.model_adapter import ModelAdapter
 
 VARIANTS = ("eager", "fused", "compiled", "fused+compiled")
-TINY = dict(
-    vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
 BLOCK_SIZE = 16
-
-
-def make_model(shape: str, device: str, dtype: torch.dtype) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**SHAPES, "tiny": TINY}[shape], max_position_embeddings=131072, rope_theta=500000.0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def make_inputs(rows: int, prompt: int, device: str) -> tuple[DecodeInputs, int]:
@@ -248,7 +237,7 @@ def set_inductor_options(settings: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", action="append", choices=[*sorted(SHAPES), "tiny"])
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES))
     parser.add_argument("--rows", action="append", type=int)
     parser.add_argument("--case", action="append", choices=VARIANTS)
     parser.add_argument("--prompt", type=int, default=2048)
@@ -262,7 +251,7 @@ def main() -> int:
     about = print_header(f"Dense part of a decode step, {options.dtype}, prompt of {options.prompt} tokens")
     found: list[dict[str, Any]] = []
     for shape in options.shape or ["llama-8b", "llama-1b", "smollm2-135m"]:
-        model = make_model(shape, options.device, getattr(torch, options.dtype))
+        model = random_model(shape, options.device, getattr(torch, options.dtype))
         weights = sum(p.nbytes for p in model.parameters())
         print(f"{shape}: {weights / 1e9:.2f} GB of weights")
         print("rows variant        | dense ms                 | step ms                  | products ms              |"
