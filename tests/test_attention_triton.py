@@ -273,12 +273,12 @@ else:
         check_draw(strange_draws[strange]())
 
     @triton.jit
-    def place_kernel(MASSES, CUMULATIVE, TARGETS, PLACES):
-        places = tl.arange(0, 8)
-        found = draw_tokens_triton._place(
-            tl.load(MASSES + places), tl.load(CUMULATIVE + places), tl.load(TARGETS + tl.program_id(0)), 8
+    def place_kernel(masses, cumulative, targets, found):
+        at = tl.arange(0, 8)
+        place = draw_tokens_triton._place(
+            tl.load(masses + at), tl.load(cumulative + at), tl.load(targets + tl.program_id(0)), 8
         )
-        tl.store(PLACES + tl.program_id(0), found)
+        tl.store(found + tl.program_id(0), place)
 
     def test_sums_of_a_parallel_scan_may_rise_where_there_is_no_mass():
         """A GPU adds in another order at every place: the sum crept up behind the vocabulary, and a token there won."""
