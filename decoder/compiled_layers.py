@@ -2,8 +2,11 @@
 
 One compilation serves all layers of a kind and all numbers of rows (and one more serves a single row). The layers are
 compiled each by itself, not the model as a whole, which would take minutes. Attention is one opaque operator in them.
+What the model calls before its first layer and behind its last (embeddings, the angles of rotary positions, the last
+norm) is compiled likewise: a few launches in place of some thirty.
 """
 
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +33,7 @@ class CompiledLayers:
         layers: the decoder layers.
         kinds: one hashable a layer; layers of one kind differ in their weights only.
         attention_modules: the one inside each layer, in the same order.
+        around: what is called before and behind the layers.
         backend: of ``torch.compile``.
     """
 
@@ -38,12 +42,17 @@ class CompiledLayers:
         layers: Sequence[nn.Module],
         kinds: Sequence[Any],
         attention_modules: Sequence[nn.Module],
+        around: Sequence[nn.Module],
         backend: str = "inductor",
     ) -> None:
         compiled = {kind: _compile(type(layer), backend) for layer, kind in zip(layers, kinds, strict=True)}
         self._stand_ins = [
             StandIn(layer.__dict__, "forward", partial(_forward, compiled[kind], layer))
             for layer, kind in zip(layers, kinds, strict=True)
+        ]
+        self._stand_ins += [
+            StandIn(module.__dict__, "forward", partial(_forward, _compile(type(module), backend, whole=False), module))
+            for module in around
         ]
         for number, module in enumerate(attention_modules):
             self._stand_ins.append(StandIn(module.__dict__, NUMBER, torch.tensor(number)))
@@ -59,13 +68,16 @@ class CompiledLayers:
             yield
 
 
-def _compile(layer_type: type[nn.Module], backend: str) -> LayerForward:
+def _compile(layer_type: type[nn.Module], backend: str, whole: bool = True) -> LayerForward:
     """A compiled form of the class's forward pass, the layer being its first argument.
 
-    The code object is this one's own: torch keeps at most 8 compilations of one, which several models would use up.
+    ``whole``: what cannot be compiled in one piece raises, else it is compiled in pieces. The code object is this one's
+    own: torch keeps at most 8 compilations of one, which several models would use up.
     """
     own = types.FunctionType(_run.__code__.replace(co_name=f"decode_{layer_type.__name__}"), globals())
-    compiled: LayerForward = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    # Independent kernels, as of rotary queries and rotary keys, become one launch.
+    options: dict[str, Any] | None = {"combo_kernels": True} if backend == "inductor" else None
+    compiled: LayerForward = torch.compile(own, fullgraph=whole, dynamic=False, backend=backend, options=options)
     return compiled
 
 
@@ -92,3 +104,16 @@ def find_layers(model: nn.Module, attention_modules: Sequence[nn.Module]) -> lis
         if len(found) == len(attention_modules) == len(set(map(id, found))):
             return found
     return []
+
+
+def find_around(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Modules beside the layers that hold numbers, the greatest first; products are not among them."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    found: list[nn.Module] = []
+    for module in model.modules():
+        known = inside.union(id(part) for outer in found for part in outer.modules())
+        if id(module) in known or isinstance(module, nn.Linear) or not inside.isdisjoint(map(id, module.modules())):
+            continue
+        if any(True for _ in itertools.chain(module.parameters(), module.buffers())):
+            found.append(module)
+    return found

@@ -20,7 +20,7 @@ from cowbeam.decoder.adapters import switches_of
 from cowbeam.decoder.attend import IMPLEMENTATION, STEP, AttentionPath, DecodeStep, PrefillStep, ProbeStep
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.branch_states import StateOwner
-from cowbeam.decoder.compiled_layers import CompiledLayers, find_layers
+from cowbeam.decoder.compiled_layers import CompiledLayers, find_around, find_layers
 from cowbeam.decoder.cpu_linear import CPULinears, is_faster_here
 from cowbeam.decoder.experts import BatchedExperts
 from cowbeam.decoder.fused_linear import FusedLinears, find_groups, place_of
@@ -202,7 +202,8 @@ class ModelAdapter:
             logger.warning("%s decodes without compiled layers: it has no list of them", type(self.model).__name__)
             return
         kinds = [(type(layer), shape.sliding_window) for layer, shape in zip(layers, shapes, strict=True)]
-        self._compiled = CompiledLayers(layers, kinds, self._attention_modules, backend)
+        around = find_around(self.model, layers)
+        self._compiled = CompiledLayers(layers, kinds, self._attention_modules, around, backend)
 
     def batch_experts(self) -> bool:
         """Compute experts without a question to the device from now on, in decode steps. False if nothing changes."""

@@ -14,13 +14,14 @@ from torch._dynamo.utils import counters
 from cowbeam.decoder import BeamSearchParams, Decoder
 from cowbeam.decoder.attend import AttentionPath
 from cowbeam.decoder.batch import DecodeInputs
-from cowbeam.decoder.compiled_layers import NUMBER, find_layers
+from cowbeam.decoder.compiled_layers import NUMBER, find_around, find_layers
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_adapter import ModelAdapter
 from fakes import DEVICE, FAMILIES, make_model, tiny_model
 
 TOLERANCE = 1e-5  # ‖difference‖ / ‖logits‖
 KINDS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}  # a layer with a sliding window and one without; else one
+TWICE = {"gemma3_text": 1}  # rotary positions of both kinds of layers
 BLOCK_SIZE = 8
 PATH: AttentionPath = "triton" if DEVICE == "cuda" else "torch"
 QUICK = ("gemma2", "llama", "qwen3")
@@ -77,7 +78,9 @@ def assert_equal_to_eager(family: str, backend: str) -> None:
         want, got = decode_step(eager, rows), decode_step(compiled, rows)
         assert compiled.is_compiled
         assert float((got - want).norm() / want.norm()) <= TOLERANCE, f"{rows} rows"
-    assert counters["stats"]["unique_graphs"] == 2 * KINDS.get(family, 1), "one for a single row, one for all others"
+    around = find_around(model, find_layers(model, compiled._attention_modules))
+    compilations = KINDS.get(family, 1) + len(around) + TWICE.get(family, 0)
+    assert counters["stats"]["unique_graphs"] == 2 * compilations, "one for a single row, one for all others"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,8 @@ def test_one_compilation_serves_all_layers() -> None:
     with using("eager"):
         decoder = Decoder(model, num_blocks=64, compile=True)
     assert decoder._adapter.is_compiled
-    assert counters["stats"]["unique_graphs"] == 2, "one for a single row, one for all others"
+    # The layers, the embedding, the positions and the last norm.
+    assert counters["stats"]["unique_graphs"] == 2 * 4, "one for a single row, one for all others"
 
 
 def test_many_models_are_compiled_side_by_side() -> None:
@@ -231,6 +235,19 @@ def test_layers_are_found_by_where_attention_lies() -> None:
     assert find_layers(model, attention) == list(model.model.layers)
     assert find_layers(model, attention[:1] + attention[:1]) == [], "two in one layer"
     assert find_layers(model, [nn.Linear(1, 1)]) == []
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_lies_around_the_layers_is_found_by_its_numbers(family: str) -> None:
+    model = tiny_model(family)
+    adapter = ModelAdapter(model, PATH)
+    adapter.probe(2)
+    layers = find_layers(model, adapter._attention_modules)
+    around = find_around(model, layers)
+    held = {id(tensor) for module in [*layers, *around] for tensor in (*module.parameters(), *module.buffers())}
+    head = model.get_output_embeddings()
+    assert all(id(tensor) in held for tensor in (*model.parameters(), *model.buffers()) if tensor is not head.weight)
+    assert not any(module is head or module is layers[0] for module in around)
 
 
 def test_compile_must_be_a_bool() -> None:
