@@ -8,7 +8,7 @@ token``. Results stay on the device; the engine downloads those of all groups at
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,11 +21,9 @@ from cowbeam.decoder.grammar import GrammarStates
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import TokenLogprob
 from cowbeam.decoder.processors import HammingDiversity, check_scores, is_beam_sampling, make_processors
-from cowbeam.decoder.sampling import uniform
 from cowbeam.decoder.scored_sampling import ScoredSampling
 from cowbeam.decoder.strategy import Candidate, Continuation
 from cowbeam.kernels.draw_tokens import draw_tokens
-from cowbeam.kernels.top_candidates import top_candidates
 
 
 class CandidateSource:
@@ -38,6 +36,7 @@ class CandidateSource:
         self._history: Tensor | None = None  # [ranks, prompt + max_new_tokens], filled up to _length
         self._history_before: Tensor | None = None  # as it was at the last choice but one
         self._log_probs: Tensor | None = None
+        self._ranks: Tensor | None = None
         start = group.request.start_grammar
         self._grammar = None if start is None else start()
         self.fault: Exception | None = None  # what a processor of the user's raised
@@ -70,19 +69,19 @@ class CandidateSource:
         return request.params.logprobs is None and not (self.is_beams and request.stops is not None)
 
     @property
-    def given(self) -> Tensor:
-        """What the next ``propose`` needs beside the logits, on the device.
-
-        Beams: their scores, [width] float32. Samples: each one's uniform number, [width] float64.
-        """
+    def draws(self) -> list[tuple[int, int, int]]:
+        """Of each sample whose next token one number decides: seed, index and position (see ``uniforms``)."""
         strategy = self._group.strategy
-        if isinstance(strategy, BeamSearch | DiverseBeamSearch):
-            return to_device(strategy.scores, torch.float32, self._device)
-        if self._group.request.is_greedy:
-            return torch.empty(0, device=self._device)
+        if isinstance(strategy, BeamSearch | DiverseBeamSearch) or self._group.request.is_greedy:
+            return []
         position = self._length - self._group.num_prompt_tokens
-        numbers = [uniform(self._seed, index, position) for index in strategy.indices]
-        return to_device(numbers, torch.float64, self._device)
+        return [(self._seed, index, position) for index in strategy.indices]
+
+    @property
+    def beam_scores(self) -> Sequence[float]:
+        """Of the running beams; empty if these are none."""
+        strategy = self._group.strategy
+        return strategy.scores if isinstance(strategy, BeamSearch | DiverseBeamSearch) else []
 
     def propose(self, logits: Tensor, rows: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """Candidates in float64, [3, candidates]: score, rank, token id (all exact in float64).
@@ -92,7 +91,7 @@ class CandidateSource:
         Args:
             logits: [rows, vocabulary].
             rows: [ranks], which of them are the group's; one at the first choice.
-            given: what ``given`` gave for this position.
+            given: beams: their scores, [width] float32; samples: the number of each, [width] float64; greedy: [0].
 
         Returns:
             The candidates; and the ranks' greatest logits, which tell what is wrong, if a score is NaN (else anything).
@@ -100,14 +99,6 @@ class CandidateSource:
         strategy = self._group.strategy
         if self._group.request.params.logprobs is not None:
             self._plain = torch.log_softmax(logits[rows].float(), -1)
-        if self._is_plain and logits.is_cuda:  # by kernels that read the logits where they lie
-            if isinstance(strategy, BeamSearch) and len(rows) == strategy.width:
-                count = min(strategy.num_candidates, len(rows) * logits.shape[1])
-                scores, flat, maxima = top_candidates(logits, rows, given, count)
-                return _columns(scores, flat, logits.shape[1]), maxima
-            if not isinstance(strategy, BeamSearch) and not self._group.request.is_greedy:
-                tokens, scores, maxima = draw_tokens(logits, rows.expand(len(given)), given)
-                return _one_a_rank(scores, tokens), maxima
         logits = logits[rows].float()
         if isinstance(strategy, BeamSearch):
             candidates = self._beam_candidates(strategy, self._log_softmax(logits), given[:, None])
@@ -118,6 +109,23 @@ class CandidateSource:
         # Where the scores are at hand they tell whether anybody will ask, which saves a pass over the logits.
         is_asked = logits.is_cuda or bool(candidates[0].isnan().any())
         return candidates, logits.amax(-1) if is_asked else logits[:, 0]
+
+    def kind(self, num_rows: int) -> "Kind | None":
+        """What this source does to ``num_rows`` rows, where others' rows can be done with them; else None."""
+        request, strategy = self._group.request, self._group.strategy
+        if not self._is_plain or request.params.logprobs is not None or isinstance(strategy, DiverseBeamSearch):
+            return None
+        if isinstance(strategy, BeamSearch):
+            # At the first choice all ranks stand on one row.
+            kind = Kind("beams", strategy.width, strategy.num_candidates, request.eos_ids)
+            return kind if num_rows == strategy.width else None
+        return Kind("greedy" if request.is_greedy else "samples", 0, 0, frozenset())
+
+    def ranks(self, number: int) -> Tensor:
+        """[number] float64: 0, 1, 2, …; kept, for a captured choice would make it anew for each group."""
+        if self._ranks is None or len(self._ranks) != number:
+            self._ranks = torch.arange(number, dtype=torch.float64, device=self._device)
+        return self._ranks
 
     def with_plain(self, candidates: list[Candidate]) -> list[Candidate]:
         """These candidates of the last ``propose`` with what the plain model says of them, if that is asked for."""
@@ -189,7 +197,7 @@ class CandidateSource:
             scores, flat = self._draw(accumulated, count)
         else:
             scores, flat = torch.topk(accumulated, count)
-        return _columns(scores, flat, log_probs.shape[-1])
+        return columns_of(scores, flat, log_probs.shape[-1])
 
     def _diverse_candidates(self, strategy: DiverseBeamSearch, log_probs: Tensor, running: Tensor) -> Tensor:
         (diversity,) = (p for p in self._processors if isinstance(p, HammingDiversity))
@@ -201,7 +209,7 @@ class CandidateSource:
             processed = self._process(log_probs[first_row : 1 if is_first else start + size], first_row)
             accumulated = (processed + running[start : start + size]).reshape(-1)
             scores, flat = torch.topk(accumulated, min(strategy.num_candidates, accumulated.numel()))
-            found = _columns(scores, flat + start * log_probs.shape[-1], log_probs.shape[-1])
+            found = columns_of(scores, flat + start * log_probs.shape[-1], log_probs.shape[-1])
             tokens = found[2].long()
             # As the host will take them: the first ones that do not end.
             ends = (tokens[:, None] == self._eos_ids).any(1)
@@ -257,20 +265,23 @@ class CandidateSource:
     @property
     def buffers(self) -> list[Tensor | None]:
         """What ``propose`` and ``foresee`` read and write of this source's own."""
-        return [self._log_probs, self._eos_ids]
+        return [self._log_probs, self._eos_ids, self._ranks]
 
-    def foresee(self, proposal: Tensor) -> "Choice":
-        """What the strategy will choose if no sample ends, on the device; it must agree with ``select``."""
-        scores, ranks, tokens = proposal
-        ranks, tokens = ranks.long(), tokens.long()
+    def foresee(self, proposal: Tensor, groups: int = 1) -> "Choice":
+        """What the strategy will choose if no sample ends, on the device; it must agree with ``select``.
+
+        ``proposal`` may be that of several groups of this source's kind, one after another.
+        """
+        scores, ranks, tokens = proposal[0].float(), *proposal[1:].long()
         strategy = self._group.strategy
-        scores = scores.float()
-        if isinstance(strategy, BeamSearch):
-            ends = (tokens[:, None] == self._eos_ids).any(1)
-            scores, order = torch.where(ends, scores + MASK, scores).sort(stable=True, descending=True)
-            order = order[: strategy.width]
-            return Choice(ranks[order], tokens[order], scores[: strategy.width])
-        return Choice(ranks, tokens, scores)
+        if not isinstance(strategy, BeamSearch):
+            return Choice(ranks, tokens, scores)
+        ends = (tokens[:, None] == self._eos_ids).any(1)
+        masked = torch.where(ends, scores + MASK, scores).view(groups, -1)
+        scores, order = masked.sort(stable=True, dim=-1, descending=True)
+        order = order[:, : strategy.width]
+        ranks, tokens = (part.view(masked.shape).gather(1, order).flatten() for part in (ranks, tokens))
+        return Choice(ranks, tokens, scores[:, : strategy.width].flatten())
 
     def go_on(self, continuations: Sequence[Continuation]) -> None:
         """``follow`` what the host chose."""
@@ -293,12 +304,22 @@ class CandidateSource:
         self._length -= 1
 
 
-def _columns(scores: Tensor, flat: Tensor, vocabulary: int) -> Tensor:
+def columns_of(scores: Tensor, flat: Tensor, vocabulary: int) -> Tensor:
+    """[3, candidates] of scores and ``rank * vocabulary + token``."""
     return torch.stack([scores.double(), (flat // vocabulary).double(), (flat % vocabulary).double()])
 
 
 def _one_a_rank(scores: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([scores.double(), torch.arange(len(tokens), device=tokens.device).double(), tokens.double()])
+
+
+class Kind(NamedTuple):
+    """Groups of one kind find their candidates by the same launches."""
+
+    name: Literal["beams", "samples", "greedy"]
+    width: int  # of beams, as all that follows
+    num_candidates: int
+    eos_ids: frozenset[int]
 
 
 class Choice(NamedTuple):

@@ -8,15 +8,16 @@ import logging
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cowbeam.decoder.batch import DecodeInputs, ready_to_send, to_device
-from cowbeam.decoder.candidates import CandidateSource, Choice
-from cowbeam.decoder.group import Group
+from cowbeam.decoder.candidates import Choice
+from cowbeam.decoder.flight import Flight, Proposals, foresee, in_order, parents_of
 from cowbeam.decoder.step_graph import CapturedStep, StepGraphs
 from cowbeam.kernels.advance import advance_rows
 
@@ -28,42 +29,27 @@ MAX_SIGNATURES = 1024  # whose sightings are counted
 
 
 @dataclass(frozen=True)
-class Flight:
-    """One step of some groups, computed or being computed, of which nothing is chosen yet."""
-
-    groups: list[Group]
-    sources: list[CandidateSource]
-    logits: Tensor  # [rows, vocabulary]
-    rows: list[Tensor]  # each group's rows, in rank order
-    given: list[Tensor]  # see `CandidateSource.propose`
-    tables_before: Tensor | None = None  # the block tables of the step before, where the device laid this one out
-    launched: torch.cuda.Event | None = None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all groups."""
-        return sum(len(rows) for rows in self.rows)
-
-
-@dataclass(frozen=True)
 class Ahead:
     """What the device foresees."""
 
-    choices: list[Choice]
-    rows: list[Tensor]  # of the next step, each group's in rank order
-    flat: Tensor  # float64: `candidates_of`, then tokens and slots of the next step's rows
-    sizes: list[int]
+    proposals: Proposals
+    choices: list[Choice]  # of each cohort
+    row_of: Tensor  # [rows] the row of each chosen token, in the flight's order
+    packed: Tensor  # float64: `Proposals.packed`, then tokens and slots of the next step's rows
     tables_before: Tensor  # the block tables as they were
+    sizes: list[int]  # rows of each group
 
+    @cached_property
+    def rows(self) -> list[Tensor]:
+        """Of the next step, each group's in rank order."""
+        return list(torch.split(self.row_of, self.sizes))
 
-def candidates_of(flight: Flight) -> tuple[list[Tensor], Tensor, list[int]]:
-    """The proposals; and for the host, flat in float64 with its parts' sizes, each with its rows' greatest logits."""
-    proposed = [
-        source.propose(flight.logits, rows, given)
-        for source, rows, given in zip(flight.sources, flight.rows, flight.given, strict=True)
-    ]
-    parts = [part.flatten() for proposal, maxima in proposed for part in (proposal, maxima.double())]
-    return [proposal for proposal, _ in proposed], torch.cat(parts), [part.numel() for part in parts]
+    @cached_property
+    def choice_of_group(self) -> list[Choice]:
+        """In the flight's order."""
+        cohorts = self.proposals.cohorts
+        parts = (in_order(cohorts, part, self.sizes) for part in zip(*self.choices, strict=True))
+        return [Choice(*of_group) for of_group in zip(*parts, strict=True)]
 
 
 def look_ahead(
@@ -79,13 +65,16 @@ def look_ahead(
         block_size: tokens of a block.
         scratch_block: see `advance_rows`.
     """
-    proposals, flat, sizes = candidates_of(flight)
-    choices = [source.foresee(proposal) for source, proposal in zip(flight.sources, proposals, strict=True)]
+    proposals = Proposals.of(flight)
+    choices = foresee(flight, proposals)
+    sizes, cohorts = [len(rows) for rows in flight.rows], proposals.cohorts
+    parents = [parents_of(flight, cohort, choice) for cohort, choice in zip(cohorts, choices, strict=True)]
+    tokens = [choice.tokens for choice in choices]
     num_rows = flight.num_rows
     tables_before.copy_(inputs.block_tables[:num_rows])
     row_of = advance_rows(
-        torch.cat([rows[choice.ranks] for rows, choice in zip(flight.rows, choices, strict=True)]),
-        torch.cat([choice.tokens for choice in choices]),
+        parents[0] if len(cohorts) == 1 else torch.cat(in_order(cohorts, parents, sizes)),
+        tokens[0] if len(cohorts) == 1 else torch.cat(in_order(cohorts, tokens, sizes)),
         inputs,
         tables_before=tables_before,
         upcoming=upcoming,
@@ -93,55 +82,62 @@ def look_ahead(
         scratch_block=scratch_block,
     )
     made = [inputs.token_ids[:num_rows].double(), inputs.slots[:num_rows].double()]
-    rows = list(torch.split(row_of, [len(rows) for rows in flight.rows]))
-    return Ahead(choices, rows, torch.cat([flat, *made]), sizes, tables_before)
+    return Ahead(proposals, choices, row_of, torch.cat([proposals.packed, *made]), tables_before, sizes)
 
 
 class _CapturedChoice:
     """`look_ahead` for flights of one signature after one captured step, over buffers of its own.
 
-    The buffers lie outside the graphs' memory, which a captured step may use for something else.
+    The buffers lie outside the graphs' memory, which a captured step may use for something else. What a replay leaves
+    in them, the next one begins with: its flight's rows, and the scores of its beams.
     """
 
     def __init__(self, flight: Flight, ahead: Ahead, inputs: DecodeInputs) -> None:
         """``flight`` is one of the signature, ``ahead`` what followed it."""
         self._inputs = inputs
         self._upcoming = torch.empty(flight.num_rows, dtype=torch.long, device=flight.logits.device)
-        self._flight = Flight(
-            groups=[],
-            sources=flight.sources,
-            logits=flight.logits,
-            rows=[rows.clone() for rows in ahead.rows],
-            given=[given.clone() for given in flight.given],
+        choices = [Choice(*(part.clone() for part in choice)) for choice in ahead.choices]
+        self._ahead = replace(
+            ahead,
+            choices=choices,
+            row_of=ahead.row_of.clone(),
+            packed=ahead.packed.clone(),
+            tables_before=torch.empty_like(ahead.tables_before),
         )
-        self._choices = [Choice(*(part.clone() for part in choice)) for choice in ahead.choices]
-        self._flat, self._sizes = ahead.flat.clone(), ahead.sizes
-        self._tables_before = torch.empty_like(ahead.tables_before)
+        self._given = [
+            choice.scores if source.is_beams else given.clone()
+            for source, choice, given in zip(flight.sources, self._ahead.choice_of_group, flight.given, strict=True)
+        ]
+        self._flight = replace(flight, groups=[], rows=self._ahead.rows, given=self._given)
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, pool: Any, block_size: int, scratch_block: int) -> None:
         """Record, without running it."""
-        mine = self._flight
+        mine = self._ahead
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            ahead = look_ahead(mine, self._inputs, self._upcoming, self._tables_before, block_size, scratch_block)
-            self._flat.copy_(ahead.flat)
-            for static, rows in zip(mine.rows, ahead.rows, strict=True):
-                static.copy_(rows)
-            for choice, now in zip(self._choices, ahead.choices, strict=True):
-                for buffer, part in zip(choice, now, strict=True):
-                    buffer.copy_(part)
-        # The graph writes into what the sources own, and they may be gone before it.
-        self._kept = [source.buffers for source in mine.sources]
-        self._flight = Flight([], [], mine.logits, mine.rows, mine.given)
+            now = look_ahead(self._flight, self._inputs, self._upcoming, mine.tables_before, block_size, scratch_block)
+            for name in ("tokens", "ranks", "scores"):
+                _copy([getattr(c, name) for c in mine.choices], [getattr(c, name) for c in now.choices])
+            _copy([mine.row_of], [now.row_of])
+            _copy([mine.packed], [now.packed])
+        # The graph reads and writes what the sources own, and they may be gone before it.
+        self._kept = [source.buffers for source in self._flight.sources]
+        self._flight = replace(self._flight, sources=[])
 
     def replay(self, flight: Flight, upcoming: Sequence[int]) -> Ahead:
         """What is returned lies in the buffers: valid until the next call."""
-        for static, now in zip([*self._flight.rows, *self._flight.given], [*flight.rows, *flight.given], strict=True):
-            if static is not now:
-                static.copy_(now)
+        for mine, theirs in ((self._flight.rows, flight.rows), (self._given, flight.given)):
+            pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] is not pair[1]]
+            _copy([static for static, _ in pairs], [now for _, now in pairs])
         self._upcoming.copy_(ready_to_send(upcoming, torch.long, self._upcoming.device), non_blocking=True)
         self._graph.replay()
-        return Ahead(self._choices, self._flight.rows, self._flat, self._sizes, self._tables_before)
+        return self._ahead
+
+
+def _copy(buffers: list[Tensor], tensors: list[Tensor]) -> None:
+    """In as few launches as there are types."""
+    if buffers:
+        torch._foreach_copy_(buffers, tensors)
 
 
 class _Choices:

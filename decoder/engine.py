@@ -16,9 +16,9 @@ from cowbeam.decoder.batch import Batch, Layout, lay_out
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branch_scorer import ScorerError
 from cowbeam.decoder.candidates import CandidateSource, unpack
-from cowbeam.decoder.choice_graph import Flight
 from cowbeam.decoder.counters import Counters, Tally
 from cowbeam.decoder.faults import fault_of
+from cowbeam.decoder.flight import Flight, given_to
 from cowbeam.decoder.frames import DecodeText, make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_text
 from cowbeam.decoder.kv_cache import KVCache
@@ -214,7 +214,7 @@ class Engine:
                 self._batch.add_group(group)
             sources = self._sources(fresh)
             rows = [torch.tensor([last[group]], device=logits.device) for group in fresh]
-            flight = Flight(fresh, sources, logits, rows, [source.given for source in sources])
+            flight = Flight(fresh, sources, logits, rows, given_to(sources, logits.device))
             self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
         self._launched = None if fresh else mark(logits)
 

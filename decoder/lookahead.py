@@ -5,6 +5,7 @@ host will (`kernels/advance.py`), and computes on. Meanwhile the host chooses, f
 that a branch has ended, the step in flight is dropped: what that step wrote lies in slots that nobody reads.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from cowbeam.decoder.batch import DecodeInputs, Layout, to_device
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.candidates import CandidateSource
-from cowbeam.decoder.choice_graph import ChoiceGraphs, Flight, candidates_of
+from cowbeam.decoder.choice_graph import ChoiceGraphs
+from cowbeam.decoder.flight import Flight, Proposals, Share, given_to, of_each_group
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.step_graph import StepGraphs
 
@@ -21,25 +23,25 @@ from cowbeam.decoder.step_graph import StepGraphs
 class Landing:
     """A flight's candidates on their way to the host, and the rows of the next step where the device made them."""
 
-    def __init__(self, flat: Tensor, sizes: Sequence[int]) -> None:
-        self._sizes = list(sizes)
-        self._host = flat
-        if flat.is_cuda:
-            self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-            self._host.copy_(flat, non_blocking=True)
-        self._sent = mark(flat)
+    def __init__(self, packed: Tensor, shares: Sequence[Share]) -> None:
+        self._shares = shares
+        self._size = sum(3 * sum(share.candidates) + sum(share.ranks) for share in shares)
+        self._host = packed
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+        self._sent = mark(packed)
 
     def candidates(self) -> list[tuple[Tensor, Tensor]]:
         """Wait; of each group the candidates, [3, n] as ``propose`` gives them, and its rows' greatest logits."""
         if self._sent is not None:
             self._sent.synchronize()
-        parts = torch.split(self._host[: sum(self._sizes)], self._sizes)
-        return [(columns.view(3, -1), maxima) for columns, maxima in zip(parts[::2], parts[1::2], strict=True)]
+        return of_each_group(self._host[: self._size], self._shares)
 
     def check(self, layout: Layout, block_size: int) -> None:
         """Assert that the device has laid out the next step as the host has."""
         tokens = [branch.last_token.token_id for branch in layout.branches if branch.last_token is not None]
-        made = self._host[sum(self._sizes) :].tolist()
+        made = self._host[self._size :].tolist()
         assert made == [*tokens, *layout.slots(block_size)], "the device took other rows, tokens or slots than the host"
 
 
@@ -55,9 +57,10 @@ class Lookahead:
     ) -> Flight:
         """A step as the host laid it out."""
         logits = self._graphs.decode(inputs)
-        rows = [to_device(rows, torch.long, logits.device) for rows in layout.rows_of_group]
-        given = [source.given for source in sources]
-        return Flight(list(groups), list(sources), logits, rows, given, launched=mark(logits))
+        rows = to_device(list(itertools.chain(*layout.rows_of_group)), torch.long, logits.device)
+        of_group = list(torch.split(rows, list(map(len, layout.rows_of_group))))
+        given = given_to(sources, logits.device)
+        return Flight(list(groups), list(sources), logits, of_group, given, launched=mark(logits))
 
     def may_follow(self, flight: Flight, pool: BlockPool) -> bool:
         """A next step is sure to be needed unless a branch ends early, and there is room for it."""
@@ -72,21 +75,23 @@ class Lookahead:
     def land(self, flight: Flight) -> Landing:
         """Propose candidates and send them to the host."""
         wait_for(flight.launched)
-        _, flat, sizes = candidates_of(flight)
-        return Landing(flat, sizes)
+        proposals = Proposals.of(flight)
+        return Landing(proposals.packed, proposals.shares)
 
     @torch.inference_mode()
     def land_and_go_on(self, flight: Flight, pool: BlockPool) -> tuple[Landing, Flight]:
         """The same, and begin the step after ``flight`` with what the device foresees."""
         wait_for(flight.launched)
         ahead = self._choices.choose(flight, pool.upcoming(flight.num_rows))
-        landing = Landing(ahead.flat, ahead.sizes)
+        landing = Landing(ahead.packed, ahead.proposals.shares)
         logits = self._graphs.decode_again()
-        for source, choice in zip(flight.sources, ahead.choices, strict=True):
+        choices = ahead.choice_of_group
+        for source, choice in zip(flight.sources, choices, strict=True):
             source.follow(choice.ranks, choice.tokens)
+        others = iter(given_to([source for source in flight.sources if not source.is_beams], logits.device))
         given = [
-            choice.scores if source.is_beams else source.given
-            for source, choice in zip(flight.sources, ahead.choices, strict=True)
+            choice.scores if source.is_beams else next(others)
+            for source, choice in zip(flight.sources, choices, strict=True)
         ]
         next_flight = Flight(
             flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before, mark(logits)

@@ -9,19 +9,50 @@ rounding of an edge.)
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cowbeam.decoder.branches import Token
 from cowbeam.decoder.endings import Ending, Endings
 from cowbeam.decoder.params import Params, SamplingParams
 from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
+Words = NDArray[np.uint64]
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """The number in [0, 1) of sample ``index`` at generated token ``position``: counter-based, no state to carry.
+_HALF = 2**32 - 1
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)  # of Philox 4x64
+_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 
-    Philox (Salmon et al., SC 2011) keyed by the seed, its counter set to (position, index).
+
+def uniforms(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[int]) -> list[float]:
+    """The numbers in [0, 1) of samples ``indices`` at generated tokens ``positions``; all below 2**64.
+
+    Counter-based, so there is no state to carry: Philox 4x64-10 (Salmon et al., SC 2011) keyed by the seed, its counter
+    set to (position, index). What numpy's ``Generator(Philox(key=seed, counter=[0, position, index, 0])).random()``
+    gives, for all samples of a step at once: one such generator takes longer to make than a small model's step.
     """
-    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, position, index, 0])).random())
+    nothing = np.zeros(len(seeds), np.uint64)
+    keys = [np.array(seeds, dtype=np.uint64), nothing]
+    a, b, c, d = nothing + np.uint64(1), np.array(positions, np.uint64), np.array(indices, np.uint64), nothing
+    for _ in range(10):
+        a, b, c, d = (
+            _high_product(c, _MULTIPLIERS[1]) ^ b ^ keys[0],
+            c * np.uint64(_MULTIPLIERS[1]),
+            _high_product(a, _MULTIPLIERS[0]) ^ d ^ keys[1],
+            a * np.uint64(_MULTIPLIERS[0]),
+        )
+        keys = [key + np.uint64(weyl) for key, weyl in zip(keys, _WEYL, strict=True)]
+    numbers: list[float] = ((a >> np.uint64(11)) * 2.0**-53).tolist()  # the 53 bits that a float64 holds
+    return numbers
+
+
+def _high_product(words: Words, factor: int) -> Words:
+    """The upper 64 bits of the products, by halves: numpy has no wider integers."""
+    half, low = np.uint64(32), np.uint64(_HALF)
+    factor_high, factor_low = np.uint64(factor >> 32), np.uint64(factor & _HALF)
+    high, rest = words >> half, words & low
+    middle = high * factor_low + (rest * factor_low >> half)
+    product: Words = high * factor_high + (middle >> half) + (rest * factor_high + (middle & low) >> half)
+    return product
 
 
 class Sampling:

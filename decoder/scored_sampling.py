@@ -8,7 +8,7 @@ from cowbeam.decoder.branches import Token
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.endings import Endings
 from cowbeam.decoder.params import SamplingParams
-from cowbeam.decoder.sampling import Sampling, uniform
+from cowbeam.decoder.sampling import Sampling, uniforms
 from cowbeam.decoder.strategy import Candidate, Continuation, Hypothesis
 
 
@@ -51,7 +51,7 @@ class ScoredSampling(Sampling):
             self._final_scores = self._scorer.scores(views)
         elif views:
             # The first number behind those of the samples: an index that no sample has.
-            number = uniform(self._seed, self.width, self._length)
+            (number,) = uniforms([self._seed], [self.width], [self._length])
             continuations = self._rerank(continuations, self._scorer.parents(self._scorer.scores(views), number))
         return continuations
 

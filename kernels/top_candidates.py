@@ -14,24 +14,26 @@ MAX_TRITON_TOKENS = 2**31
 
 
 def top_candidates(logits: Tensor, rows: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `count` best of all tokens of all ranks, by running[w] + log_softmax(logits[rows[w]])[token] in float32.
+    """The `count` best of all tokens of all ranks of each group.
 
-    A row that holds NaN or +inf, or nothing but -inf, makes all its scores NaN; NaN ranks first, as in `torch.topk`.
-    Scores of -inf rank last, but are candidates where there are no others. Of equal scores the kernels take the lower
-    index first; in plain torch `torch.topk` decides. No host sync; shapes alone decide what is launched.
+    Rank w of group g scores running[g, w] + log_softmax(logits[rows[g, w]])[token], in float32. A row that holds NaN or
+    +inf, or nothing but -inf, makes all its scores NaN; NaN ranks first, as in `torch.topk`. Scores of -inf rank last,
+    but are candidates where there are no others. Of equal scores the kernels take the lower index first; in plain torch
+    `torch.topk` decides. No host sync; shapes alone decide what is launched.
 
     Args:
         logits: [n, vocabulary] bfloat16, float16 or float32, the last dimension contiguous; a view is fine.
-        rows: [width] int64: the row of logits that each rank reads; ranks may share one.
-        running: [width] float32: each rank's score so far, anything but +inf.
+        rows: [groups, width] int64: the row of logits that each rank reads; ranks may share one.
+        running: [groups, width] float32: each rank's score so far, anything but +inf.
         count: at most width * vocabulary.
 
     Returns:
-        scores: [count] float32, descending.
-        indices: [count] int64, rank * vocabulary + token.
-        maxima: [width] float32, the greatest logit of each rank's row; NaN if the row holds one.
+        scores: [groups, count] float32, descending.
+        indices: [groups, count] int64, rank * vocabulary + token.
+        maxima: [groups, width] float32, the greatest logit of each rank's row; NaN if the row holds one.
     """
-    tokens = rows.shape[0] * logits.shape[1]
+    tokens = rows.shape[1] * logits.shape[1]
+    assert rows.shape == running.shape, f"rows {tuple(rows.shape)} with scores {tuple(running.shape)}"
     assert 1 <= count <= tokens, f"count {count} must be from 1 to {tokens}, which is width * vocabulary"
     assert logits.stride(1) == 1, f"a row of logits must be contiguous, not strides {logits.stride()}"
     if logits.is_cuda and count <= MAX_TRITON_COUNT and tokens <= MAX_TRITON_TOKENS:
@@ -44,6 +46,6 @@ def top_candidates(logits: Tensor, rows: Tensor, running: Tensor, count: int) ->
 def top_candidates_torch(logits: Tensor, rows: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """`top_candidates` in plain torch: what the kernels are compared with."""
     read = logits[rows]
-    accumulated = running[:, None] + torch.log_softmax(read, -1, dtype=torch.float32)
-    scores, indices = torch.topk(accumulated.view(-1), count)
+    accumulated = running[:, :, None] + torch.log_softmax(read, -1, dtype=torch.float32)
+    scores, indices = torch.topk(accumulated.flatten(1), count)
     return scores, indices, read.amax(-1).float()

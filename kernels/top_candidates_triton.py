@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""`kernels/top_candidates.py` without sorting what cannot win.
+"""`kernels/top_candidates.py` without sorting what cannot win. Groups are a dimension of every launch.
 
 1. Every chunk of every row: its greatest logit and its sum of exponentials.
 2. Of all chunks the `count` best, by the score of their greatest logit. No other chunk can hold a candidate: each of
@@ -26,31 +26,31 @@ LOWEST: tl.constexpr = tl.constexpr(float("-inf"))
 
 
 def top_candidates_triton(logits: Tensor, rows: Tensor, running: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `top_candidates`; four launches, more where there are more than `KEYS_AT_ONCE` keys to merge."""
-    width, vocabulary = rows.shape[0], logits.shape[1]
+    """See `top_candidates`; four launches, more where there are more than `KEYS_AT_ONCE` keys of a group to merge."""
+    (groups, width), vocabulary = rows.shape, logits.shape[1]
     rows, running = rows.contiguous(), running.contiguous()
     chunk = min(CHUNK, max(SMALLEST_CHUNK, triton.next_power_of_2(vocabulary)))
     chunks = triton.cdiv(vocabulary, chunk)
-    partial_maxima, partial_sums = running.new_empty(width, chunks), running.new_empty(width, chunks)
-    partials_kernel[(chunks, width)](
+    partial_maxima, partial_sums = (running.new_empty(groups, width, chunks) for _ in range(2))
+    partials_kernel[(chunks, groups * width)](
         logits, rows, partial_maxima, partial_sums, logits.stride(0), vocabulary, CHUNK=chunk, num_warps=4
     )
-    maxima, log_sums = running.new_empty(width), running.new_empty(width)
+    maxima, log_sums = torch.empty_like(running), torch.empty_like(running)
     num_best = min(count, width * chunks)
     best_chunks = _rank_chunks(partial_maxima, partial_sums, running, maxima, log_sums, num_best)
     keep = _power(count)
     assert 2 * keep <= KEYS_AT_ONCE, f"count {count} is too large to merge {KEYS_AT_ONCE} keys at a time"
     kept = min(keep, chunk)
-    keys = rows.new_empty(num_best * kept)
-    _tokens_kernel[(num_best,)](
-        logits, rows, running, maxima, log_sums, best_chunks, keys, logits.stride(0), vocabulary, chunks,
-        CHUNK=chunk, KEEP=kept, num_warps=_warps(chunk),
+    keys = rows.new_empty(groups, num_best * kept)
+    _tokens_kernel[(num_best, groups)](
+        logits, rows, running, maxima, log_sums, best_chunks, keys, logits.stride(0), best_chunks.stride(0), width,
+        vocabulary, chunks, CHUNK=chunk, KEEP=kept, num_warps=_warps(chunk),
     )  # fmt: skip
     keys = _merge(keys, keep)
-    scores, indices = running.new_empty(count), rows.new_empty(count)
-    size = max(_power(keys.numel()), keep)
-    _unpack_kernel[(1,)](
-        keys, scores, indices, keys.numel(), count, SIZE=size, KEEP=keep, num_warps=_warps(size)
+    scores, indices = running.new_empty(groups, count), rows.new_empty(groups, count)
+    size = max(_power(keys.shape[1]), keep)
+    _unpack_kernel[(groups,)](
+        keys, scores, indices, keys.shape[1], count, SIZE=size, KEEP=keep, num_warps=_warps(size)
     )  # fmt: skip
     return scores, indices, maxima
 
@@ -58,38 +58,39 @@ def top_candidates_triton(logits: Tensor, rows: Tensor, running: Tensor, count: 
 def _rank_chunks(
     partial_maxima: Tensor, partial_sums: Tensor, running: Tensor, maxima: Tensor, log_sums: Tensor, num_best: int
 ) -> Tensor:
-    """Keys of the best chunks, best first, [≥ num_best]; fills `maxima` and `log_sums`."""
-    width, chunks = partial_maxima.shape
+    """Keys of each group's best chunks, best first, [groups, ≥ num_best]; fills `maxima` and `log_sums`."""
+    groups, width, chunks = partial_maxima.shape
     chunks_pad = _power(chunks)
     rows_pad = min(triton.next_power_of_2(width), max(1, KEYS_AT_ONCE // chunks_pad))
     programs = triton.cdiv(width, rows_pad)
     size = rows_pad * chunks_pad
     keep = min(_power(num_best), size)
-    keys = torch.empty(programs * keep, dtype=torch.int64, device=running.device)
-    _chunks_kernel[(programs,)](
+    keys = torch.empty(groups, programs * keep, dtype=torch.int64, device=running.device)
+    _chunks_kernel[(programs, groups)](
         partial_maxima, partial_sums, running, maxima, log_sums, keys, width, chunks,
         ROWS_PAD=rows_pad, CHUNKS_PAD=chunks_pad, KEEP=keep, num_warps=_warps(size),
     )  # fmt: skip
     if programs == 1:
         return keys
     keep = _power(num_best)
-    while keys.numel() > keep:
+    while keys.shape[1] > keep:
         keys = _merge_once(keys, keep)
     return keys
 
 
 def _merge(keys: Tensor, keep: int) -> Tensor:
-    """Few enough keys for one program, the best `keep` among them."""
-    while keys.numel() > KEYS_AT_ONCE:
+    """Few enough keys of a group for one program, the best `keep` among them."""
+    while keys.shape[1] > KEYS_AT_ONCE:
         keys = _merge_once(keys, keep)
     return keys
 
 
 def _merge_once(keys: Tensor, keep: int) -> Tensor:
-    size = min(KEYS_AT_ONCE, _power(keys.numel()))
-    programs = triton.cdiv(keys.numel(), size)
-    merged = keys.new_empty(programs * keep)
-    _merge_kernel[(programs,)](keys, merged, keys.numel(), SIZE=size, KEEP=keep, num_warps=_warps(size))
+    groups, number = keys.shape
+    size = min(KEYS_AT_ONCE, _power(number))
+    programs = triton.cdiv(number, size)
+    merged = keys.new_empty(groups, programs * keep)
+    _merge_kernel[(programs, groups)](keys, merged, number, SIZE=size, KEEP=keep, num_warps=_warps(size))
     return merged
 
 
@@ -127,7 +128,7 @@ def partials_kernel(
     LOGITS, ROWS, MAXIMA, SUMS, logits_row, vocabulary,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The greatest logit of every chunk of every row, and its sum of exp(logit - greatest)."""
+    """The greatest logit of every chunk of every rank's row, and its sum of exp(logit - greatest)."""
     chunk, rank = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     row = tl.load(ROWS + rank).to(tl.int64)
@@ -159,47 +160,56 @@ def _chunks_kernel(
     PARTIAL_MAXIMA, PARTIAL_SUMS, RUNNING, MAXIMA, LOG_SUMS, KEYS, width, chunks,
     ROWS_PAD: tl.constexpr, CHUNKS_PAD: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    group = tl.program_id(1)
     rank = tl.program_id(0) * ROWS_PAD + tl.arange(0, ROWS_PAD)
     chunk = tl.arange(0, CHUNKS_PAD)[None, :]
     at = rank[:, None] * chunks + chunk
     live = (rank[:, None] < width) & (chunk < chunks)
-    partial = tl.load(PARTIAL_MAXIMA + at, mask=live, other=LOWEST)
-    maximum, log_sum = row_totals(partial, tl.load(PARTIAL_SUMS + at, mask=live, other=0.0))
-    tl.store(MAXIMA + rank, maximum, mask=rank < width)
-    tl.store(LOG_SUMS + rank, log_sum, mask=rank < width)
-    running = tl.load(RUNNING + rank, mask=rank < width, other=0.0)
+    partial = tl.load(PARTIAL_MAXIMA + group * width * chunks + at, mask=live, other=LOWEST)
+    sums = tl.load(PARTIAL_SUMS + group * width * chunks + at, mask=live, other=0.0)
+    maximum, log_sum = row_totals(partial, sums)
+    tl.store(MAXIMA + group * width + rank, maximum, mask=rank < width)
+    tl.store(LOG_SUMS + group * width + rank, log_sum, mask=rank < width)
+    running = tl.load(RUNNING + group * width + rank, mask=rank < width, other=0.0)
     score = running[:, None] + ((partial - maximum[:, None]) - log_sum[:, None])
     keys = tl.reshape(tl.where(live, _key(score, at), LEAST), [ROWS_PAD * CHUNKS_PAD])
-    tl.store(KEYS + tl.program_id(0) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+    to = KEYS + (group * tl.num_programs(0) + tl.program_id(0)) * KEEP
+    tl.store(to + tl.arange(0, KEEP), tl.topk(keys, KEEP))
 
 
 @triton.jit
 def _tokens_kernel(
-    LOGITS, ROWS, RUNNING, MAXIMA, LOG_SUMS, BEST_CHUNKS, KEYS, logits_row, vocabulary, chunks,
+    LOGITS, ROWS, RUNNING, MAXIMA, LOG_SUMS, BEST_CHUNKS, KEYS, logits_row, best_row, width, vocabulary, chunks,
     CHUNK: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    best = _index(tl.load(BEST_CHUNKS + tl.program_id(0)))
+    group = tl.program_id(1)
+    best = _index(tl.load(BEST_CHUNKS + group * best_row + tl.program_id(0)))
     rank = best // chunks
     token = best % chunks * CHUNK + tl.arange(0, CHUNK)
-    row = tl.load(ROWS + rank).to(tl.int64)
+    at = group * width + rank
+    row = tl.load(ROWS + at).to(tl.int64)
     x = tl.load(LOGITS + row * logits_row + token, mask=token < vocabulary, other=LOWEST).to(tl.float32)
     # torch's order of operations, which decides what is equal.
-    score = tl.load(RUNNING + rank) + ((x - tl.load(MAXIMA + rank)) - tl.load(LOG_SUMS + rank))
+    score = tl.load(RUNNING + at) + ((x - tl.load(MAXIMA + at)) - tl.load(LOG_SUMS + at))
     keys = tl.where(token < vocabulary, _key(score, rank * vocabulary + token), LEAST)
-    tl.store(KEYS + tl.program_id(0) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+    to = KEYS + (group * tl.num_programs(0) + tl.program_id(0)) * KEEP
+    tl.store(to + tl.arange(0, KEEP), tl.topk(keys, KEEP))
 
 
 @triton.jit
 def _merge_kernel(KEYS, MERGED, size, SIZE: tl.constexpr, KEEP: tl.constexpr):
+    group = tl.program_id(1)
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    keys = tl.load(KEYS + at, mask=at < size, other=LEAST)
-    tl.store(MERGED + tl.program_id(0) * KEEP + tl.arange(0, KEEP), tl.topk(keys, KEEP))
+    keys = tl.load(KEYS + group * size + at, mask=at < size, other=LEAST)
+    to = MERGED + (group * tl.num_programs(0) + tl.program_id(0)) * KEEP
+    tl.store(to + tl.arange(0, KEEP), tl.topk(keys, KEEP))
 
 
 @triton.jit
 def _unpack_kernel(KEYS, SCORES, INDICES, size, count, SIZE: tl.constexpr, KEEP: tl.constexpr):
+    group = tl.program_id(0)
     at = tl.arange(0, SIZE)
-    keys = tl.topk(tl.load(KEYS + at, mask=at < size, other=LEAST), KEEP)
+    keys = tl.topk(tl.load(KEYS + group * size + at, mask=at < size, other=LEAST), KEEP)
     place = tl.arange(0, KEEP)
-    tl.store(SCORES + place, _score(keys), mask=place < count)
-    tl.store(INDICES + place, _index(keys), mask=place < count)
+    tl.store(SCORES + group * count + place, _score(keys), mask=place < count)
+    tl.store(INDICES + group * count + place, _index(keys), mask=place < count)

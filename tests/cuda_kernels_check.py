@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ from forests import Rows, relative_error
 from test_advance import Walk
 from test_draw_tokens import Draw
 from test_draw_tokens import disagreement as draw_disagreement
-from test_top_candidates import Step, disagreement
+from test_top_candidates import Step, all_at_once, disagreement, of_one_group
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 SHAPES = [(2048, 16), (8192, 16), (8192, 64), (32768, 8)]  # prompt tokens, branches
@@ -207,13 +208,23 @@ def check_rest(seed: int) -> dict[str, tuple[float, float]]:
         errors[f"advance_rows, block_size {block_size}"] = (0.0, 0.0)
     for width in (16, 64):
         step = Step.random(seed, width, 128256, 2 * width, torch.bfloat16, "cuda")
-        found = captured(top_candidates, step)
+        found = of_one_group(captured(top_candidates, step.arguments))
         errors[f"top_candidates, width {width}"] = (disagreement(found, step, lower_first=True), 1e-6)
+        steps = [step, *(step._replace(rows=step.rows.flip(0), running=step.running * k) for k in (2, 3))]
+        worst = max(
+            disagreement(found, of_step, lower_first=True)
+            for found, of_step in zip(all_at_once(partial(captured_with, top_candidates), steps), steps, strict=True)
+        )
+        errors[f"top_candidates, width {width}, groups"] = (worst, 1e-6)
         draw = Draw.random(seed, width, 128256, torch.bfloat16, "cuda")
         errors[f"draw_tokens, width {width}"] = (draw_disagreement(captured(draw_tokens, draw), draw), 1e-6)
     for name, (error, _) in errors.items():
         print(f"{error:9.2e}  {name}", flush=True)
     return errors
+
+
+def captured_with(function: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+    return captured(function, arguments)
 
 
 def captured(function: Callable[..., tuple[Tensor, ...]], arguments: tuple) -> tuple[Tensor, ...]:

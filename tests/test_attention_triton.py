@@ -44,7 +44,7 @@ else:
     from test_draw_tokens import Draw
     from test_draw_tokens import disagreement as draw_disagreement
     from test_draw_tokens import strange_rows as strange_draws
-    from test_top_candidates import Step, disagreement, strange_rows, tied
+    from test_top_candidates import Step, all_at_once, disagreement, of_one_group, strange_rows, tied, together
 
     pytestmark = pytest.mark.filterwarnings(
         "ignore:divide by zero:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
@@ -210,7 +210,7 @@ else:
         monkeypatch.setattr(top_candidates_triton, "KEYS_AT_ONCE", 128)
 
     def check_candidates(step):
-        found = top_candidates_triton.top_candidates_triton(*step)
+        found = of_one_group(top_candidates_triton.top_candidates_triton(*step.arguments))
         assert disagreement(found, step, lower_first=True) < 1e-6
         return found
 
@@ -227,6 +227,14 @@ else:
     )
     def test_candidates_of_many_chunks_are_merged_level_by_level(width, vocabulary, count, small_chunks):
         check_candidates(Step.random(count, width, vocabulary, count, torch.bfloat16))
+
+    @pytest.mark.parametrize(("width", "vocabulary", "count"), [(1, 37, 3), (5, 100, 10), (40, 37, 20), (40, 1000, 8)])
+    def test_candidates_of_many_groups(width, vocabulary, count, small_chunks):
+        steps = together(7, 3, width, vocabulary, count)
+        for found, step in zip(all_at_once(top_candidates_triton.top_candidates_triton, steps), steps, strict=True):
+            assert disagreement(found, step, lower_first=True) < 1e-6
+            for ours, alone in zip(found, check_candidates(step), strict=True):
+                assert torch.equal(ours, alone)
 
     def test_candidates_of_chunks_as_large_as_on_a_gpu():
         check_candidates(Step.random(3, 2, 5003, 2, torch.float32))

@@ -3,26 +3,47 @@
 import random
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 
 from cowbeam.decoder import SamplingParams
 from cowbeam.decoder.branches import Token
-from cowbeam.decoder.sampling import Sampling, uniform
+from cowbeam.decoder.sampling import Sampling, uniforms
 from cowbeam.decoder.strategy import Candidate
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    (number,) = uniforms([seed], [index], [position])
+    return number
+
+
+def test_numbers_are_those_of_numpys_generator() -> None:
+    """The published algorithm, by other people's code; all at once or one by one."""
+    rng = random.Random(5)
+    seeds = [0, 1, 2**32, 2**63, 2**64 - 1, *(rng.getrandbits(rng.randint(1, 64)) for _ in range(500))]
+    indices, positions = ([rng.getrandbits(rng.choice([1, 9, 33, 62])) for _ in seeds] for _ in range(2))
+    keys = list(zip(seeds, indices, positions, strict=True))
+    theirs = [
+        np.random.Generator(np.random.Philox(key=seed, counter=[0, position, index, 0])).random()
+        for seed, index, position in keys
+    ]
+    assert uniforms(seeds, indices, positions) == theirs
+    assert [uniform(*key) for key in keys] == theirs
 
 
 def test_numbers_depend_on_seed_sample_and_position_alone() -> None:
     keys = list(product((0, 1, 2**63, 2**64 - 1), range(8), range(8)))
-    numbers = [uniform(*key) for key in keys]
+    numbers = uniforms(*zip(*keys, strict=True))
     assert len(set(numbers)) == len(keys), "two streams share a number"
     assert all(0 <= number < 1 for number in numbers)
     shuffled = random.Random(0).sample(keys, len(keys))
-    assert {key: uniform(*key) for key in shuffled} == dict(zip(keys, numbers, strict=True))
+    again = uniforms(*zip(*shuffled, strict=True))
+    assert dict(zip(shuffled, again, strict=True)) == dict(zip(keys, numbers, strict=True))
 
 
 def test_streams_are_not_shifts_of_each_other() -> None:
     """Seeds that differ by one, or sample i's stream started one later, gave overlapping streams elsewhere."""
-    streams = [[uniform(seed, index, t) for t in range(50)] for seed in (7, 8) for index in (0, 1)]
+    streams = [uniforms([seed] * 50, [index] * 50, range(50)) for seed in (7, 8) for index in (0, 1)]
     for one, other in product(range(4), repeat=2):
         if one != other:
             assert not set(streams[one]) & set(streams[other])
@@ -32,9 +53,9 @@ def test_numbers_are_uniform_and_uncorrelated() -> None:
     """Mean and lag correlation across each of the three keys, at 4.5 standard errors of fixed draws."""
     draws = 4000
     along = {
-        "seed": [uniform(n, 3, 5) for n in range(draws)],
-        "index": [uniform(3, n, 5) for n in range(draws)],
-        "position": [uniform(3, 5, n) for n in range(draws)],
+        "seed": uniforms(range(draws), [3] * draws, [5] * draws),
+        "index": uniforms([3] * draws, range(draws), [5] * draws),
+        "position": uniforms([3] * draws, [5] * draws, range(draws)),
     }
     for name, numbers in along.items():
         mean = sum(numbers) / draws

@@ -13,12 +13,16 @@ NAN, INF = math.nan, math.inf
 
 
 class Step(NamedTuple):
-    """The arguments of `top_candidates`, in its order."""
+    """The arguments of `top_candidates` for one group, in its order."""
 
     logits: Tensor
     rows: Tensor
     running: Tensor
     count: int
+
+    @property
+    def arguments(self):
+        return self.logits, self.rows[None], self.running[None], self.count
 
     @classmethod
     def random(cls, seed, width, vocabulary, count, dtype, device="cpu"):
@@ -31,6 +35,27 @@ class Step(NamedTuple):
     @property
     def accumulated(self):
         return self.running[:, None] + self.logits[self.rows].float().log_softmax(-1)
+
+
+def of_one_group(found):
+    return tuple(tensor.squeeze(0) for tensor in found)
+
+
+def together(seed, groups, width, vocabulary, count, dtype=torch.float32):
+    """Groups over one tensor of logits."""
+    steps = [Step.random(seed, width, vocabulary, count, dtype)]
+    torch.manual_seed(seed)
+    for _ in range(groups - 1):
+        rows = torch.randint(width + 1, (width,))
+        steps.append(steps[0]._replace(rows=rows, running=-1 - 5 * torch.rand(width)))
+    return steps
+
+
+def all_at_once(function, steps):
+    """`function` of all of them in one call; each one's result."""
+    rows, running = (torch.stack([getattr(step, name) for step in steps]) for name in ("rows", "running"))
+    found = function(steps[0].logits, rows, running, steps[0].count)
+    return list(zip(*found, strict=True))
 
 
 def tied(width, vocabulary, count):
@@ -75,7 +100,7 @@ def disagreement(found, step, *, lower_first=False):
     Indices may differ where scores are as good as equal: each must have its score, and none come twice.
     """
     scores, indices, maxima = found
-    expected_scores, _, expected_maxima = top_candidates_torch(*step)
+    expected_scores, _, expected_maxima = of_one_group(top_candidates_torch(*step.arguments))
     assert scores.dtype == maxima.dtype == torch.float32
     assert indices.dtype == torch.int64
     assert scores.shape == indices.shape == (step.count,)
@@ -100,7 +125,7 @@ def relative_error(ours, theirs):
 )
 def test_best_of_all_tokens_of_all_ranks(width, vocabulary, count, dtype):
     step = Step.random(count, width, vocabulary, count, dtype)
-    scores, indices, maxima = top_candidates(*step)
+    scores, indices, maxima = of_one_group(top_candidates(*step.arguments))
     truth = []
     for rank, row in enumerate(step.rows.tolist()):
         logits = step.logits[row].double()
@@ -116,7 +141,7 @@ def test_best_of_all_tokens_of_all_ranks(width, vocabulary, count, dtype):
 @pytest.mark.parametrize("name", ["NaN", "+inf", "only -inf"])
 def test_unusable_rows_show_as_nan_and_rank_first(name):
     """The engine tells a broken model by a NaN score among the candidates: it must not be outranked."""
-    scores, indices, maxima = top_candidates(*strange_rows[name](64))
+    scores, indices, maxima = of_one_group(top_candidates(*strange_rows[name](64).arguments))
     assert scores.isnan().tolist() == [True] * 50 + [False] * 14
     assert sorted(indices[:50].tolist()) == list(range(50, 100))
     expected = {"NaN": NAN, "+inf": INF, "only -inf": -INF}[name]
@@ -125,7 +150,7 @@ def test_unusable_rows_show_as_nan_and_rank_first(name):
 
 
 def test_impossible_tokens_come_last_but_come():
-    scores, indices, _ = top_candidates(*dead_ranks(61))
+    scores, indices, _ = of_one_group(top_candidates(*dead_ranks(61).arguments))
     assert scores.isfinite().tolist() == [True] * 60 + [False]
     assert sorted(indices[:60].tolist()) == list(range(60, 120))
     assert scores[60] == -INF
@@ -133,14 +158,21 @@ def test_impossible_tokens_come_last_but_come():
 
 def test_more_candidates_than_tokens_are_refused():
     with pytest.raises(AssertionError, match="width \\* vocabulary"):
-        top_candidates(*Step.random(0, 2, 5, 11, torch.float32))
+        top_candidates(*Step.random(0, 2, 5, 11, torch.float32).arguments)
+
+
+def test_groups_do_not_meet():
+    steps = together(3, 4, 5, 77, 10)
+    for found, step in zip(all_at_once(top_candidates, steps), steps, strict=True):
+        for ours, alone in zip(found, of_one_group(top_candidates(*step.arguments)), strict=True):
+            assert torch.equal(ours, alone)
 
 
 @pytest.mark.parametrize("wrong", ["score", "index", "twice", "order", "maximum"])
 def test_a_wrong_result_is_noticed(wrong):
     """What the kernels are compared by can fail."""
     step = tied(2, 50, 10)._replace(running=torch.full((2,), -1.0))
-    scores, indices, maxima = (tensor.clone() for tensor in top_candidates_torch(*step))
+    scores, indices, maxima = of_one_group(top_candidates_torch(*step.arguments))
     indices = step.accumulated.view(-1).sort(descending=True, stable=True).indices[:10]
     assert disagreement((scores, indices, maxima), step, lower_first=True) == 0
     if wrong == "score":
