@@ -244,7 +244,7 @@ def _attend_compiled(
 ) -> Tensor:
     """What compiled layers call. Opaque to torch: the step, with blocks and plans, is looked up when it runs."""
     step = _current_step()
-    assert isinstance(step, DecodeStep), "layers run compiled in decode steps only"
+    assert not isinstance(step, ProbeStep), "a model is probed by its own layers"
     layer = int(number)
     window = step.cache.layers[layer].sliding_window
     return _write_and_attend(step, AttentionCall(layer, query, key, value, scale, window, softcap, sinks))

@@ -1,9 +1,9 @@
-"""The model's layers, compiled for decode steps: torch fuses norms, rotary positions, activations and residuals.
+"""The model's layers, compiled: torch fuses norms, rotary positions, activations and residuals.
 
-One compilation serves all layers of a kind and all numbers of rows (and one more serves a single row). The layers are
-compiled each by itself, not the model as a whole, which would take minutes. Attention is one opaque operator in them.
-What the model calls before its first layer and behind its last (embeddings, the angles of rotary positions, the last
-norm) is compiled likewise: a few launches in place of some thirty.
+One compilation serves all layers of a kind and all numbers of rows of a step; one more serves a single row, and one
+prompts of all lengths. The layers are compiled each by itself, not the model as a whole, which would take minutes.
+Attention is one opaque operator in them. What the model calls before its first layer and behind its last (embeddings,
+the angles of rotary positions, the last norm) is compiled likewise: a few launches in place of some thirty.
 """
 
 import itertools
@@ -86,11 +86,13 @@ def _run(layer: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _forward(compiled: LayerForward, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
-    rows = len(tensors[0])
+    """Rows of a step lie side by side, [rows, 1, …], tokens of prompts one after another, [1, tokens, …]."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    dim = 0 if len(tensors[0]) > 1 else 1
+    number = tensors[0].shape[dim]
     for tensor in tensors:
-        if len(tensor) == rows > 1:
-            torch._dynamo.mark_dynamic(tensor, 0)
+        if tensor.shape[dim] == number > 1:
+            torch._dynamo.mark_dynamic(tensor, dim)
     return compiled(layer, args, kwargs)
 
 

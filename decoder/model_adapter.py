@@ -42,6 +42,11 @@ def first_line(error: Exception) -> str:
     return "".join(character if character.isprintable() else "?" for character in line)
 
 
+def _reason(error: Exception) -> str:
+    """torch wraps what a compiler raises, and names the compiler in the first line."""
+    return first_line(getattr(error, "inner_exception", error))
+
+
 def _parts_of(model: PreTrainedModel) -> list[Hashable]:
     """What a captured step of the model is bound to: where its tensors lie, hooks, adapters, its modules' functions."""
     found: list[Hashable] = []
@@ -77,6 +82,7 @@ class ModelAdapter:
         self._fused = FusedLinears([])
         self._on_cpu = self._find_cpu_linears()
         self._compiled: CompiledLayers | None = None
+        self._compiles_prompts = False
         self._batched_experts: BatchedExperts | None = None
         self._parts: list[Hashable] = []
         self._edits = 0
@@ -196,7 +202,7 @@ class ModelAdapter:
             logger.warning("%s decodes without fused projections: %s", type(self.model).__name__, first_line(error))
 
     def compile_layers(self, shapes: Sequence[LayerShape], backend: str = "inductor") -> None:
-        """Run decode steps by compiled layers from now on; the steps that follow compile them, where that works."""
+        """Run steps and prompts by compiled layers from now on; those that follow compile them, where that works."""
         layers = find_layers(self.model, self._attention_modules)
         if not layers:
             logger.warning("%s decodes without compiled layers: it has no list of them", type(self.model).__name__)
@@ -204,6 +210,7 @@ class ModelAdapter:
         kinds = [(type(layer), shape.sliding_window) for layer, shape in zip(layers, shapes, strict=True)]
         around = find_around(self.model, layers)
         self._compiled = CompiledLayers(layers, kinds, self._attention_modules, around, backend)
+        self._compiles_prompts = True
 
     def batch_experts(self) -> bool:
         """Compute experts without a question to the device from now on, in decode steps. False if nothing changes."""
@@ -274,7 +281,17 @@ class ModelAdapter:
         step = PrefillStep(cache, self._kernels, slots.to(self.device), lengths, list(starts), padded.to(self.device))
         token_ids = torch.tensor([token for piece in pieces for token in piece], device=self.device)
         last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
-        return self._forward(token_ids[None], positions.to(self.device)[None], step, last=last)[0]
+        inputs = token_ids[None], positions.to(self.device)[None], step, last
+        if self._compiled is not None and self._compiles_prompts:
+            try:
+                with _SWITCH, self._compiled.in_place():
+                    return self._forward(*inputs)[0]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # as in `decode`; steps may compile where prompts do not
+                self._compiles_prompts = False
+                logger.info("%s computes prompts uncompiled: %s", type(self.model).__name__, _reason(error))
+        return self._forward(*inputs)[0]
 
     def decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:
         """The step's copies, then one token a row; logits ``[rows, vocabulary]``."""
@@ -288,8 +305,7 @@ class ModelAdapter:
             except Exception as error:  # compilers fail in many ways; what fails without them too is raised below
                 if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     raise  # compiled before; whatever it is, this capture is lost
-                # torch wraps what a compiler raises, and names the compiler in the first line.
-                self.stop_compiling(first_line(getattr(error, "inner_exception", error)))
+                self.stop_compiling(_reason(error))
         return self._decode(cache, inputs)
 
     def _decode(self, cache: KVCache, inputs: DecodeInputs) -> Tensor:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from cowbeam.decoder.sampling import uniform
-
 PAD = 0
 
 
@@ -95,6 +93,11 @@ def last_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> Tensor:
             0, -1
         ]
     return logits
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """The number of (seed, i, t), by numpy's generator."""
+    return float(np.random.Generator(np.random.Philox(key=seed, counter=[0, position, index, 0])).random())
 
 
 @contextmanager

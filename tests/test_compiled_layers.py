@@ -68,6 +68,17 @@ def decode_step(adapter: ModelAdapter, rows: int) -> Tensor:
     return adapter.decode(cache, inputs).clone()
 
 
+def prompts_logits(adapter: ModelAdapter, lengths: Sequence[int]) -> Tensor:
+    """Logits of packed prompts, and of a second piece of the first."""
+    columns = -(-max(lengths) // BLOCK_SIZE) + 1
+    cache = KVCache(adapter.probe(2), columns * len(lengths), BLOCK_SIZE)
+    tables = [list(range(columns * number, columns * (number + 1))) for number in range(len(lengths))]
+    prompts = [[(3 * token + number) % 60 for token in range(length)] for number, length in enumerate(lengths)]
+    whole = adapter.prefill(cache, prompts, tables).clone()
+    piece = adapter.compute(cache, [[4, 2, 4][: lengths[0]]], tables[:1], lengths[:1])
+    return torch.cat([whole, piece])
+
+
 def assert_equal_to_eager(family: str, backend: str) -> None:
     model = tiny_model(family)
     eager, compiled = ModelAdapter(model, PATH), ModelAdapter(model, PATH)
@@ -78,9 +89,13 @@ def assert_equal_to_eager(family: str, backend: str) -> None:
         want, got = decode_step(eager, rows), decode_step(compiled, rows)
         assert compiled.is_compiled
         assert float((got - want).norm() / want.norm()) <= TOLERANCE, f"{rows} rows"
+    for lengths in ((5,), (1,), (13, 2, 7)):
+        want, got = prompts_logits(eager, lengths), prompts_logits(compiled, lengths)
+        assert compiled._compiles_prompts
+        assert float((got - want).norm() / want.norm()) <= TOLERANCE, f"prompts of {lengths} tokens"
     around = find_around(model, find_layers(model, compiled._attention_modules))
     compilations = KINDS.get(family, 1) + len(around) + TWICE.get(family, 0)
-    assert counters["stats"]["unique_graphs"] == 2 * compilations, "one for a single row, one for all others"
+    assert counters["stats"]["unique_graphs"] == 3 * compilations, "for one row, for many and for prompts"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,7 @@ def test_one_compilation_serves_all_layers() -> None:
         decoder = Decoder(model, num_blocks=64, compile=True)
     assert decoder._adapter.is_compiled
     # The layers, the embedding, the positions and the last norm.
-    assert counters["stats"]["unique_graphs"] == 2 * 4, "one for a single row, one for all others"
+    assert counters["stats"]["unique_graphs"] == 3 * 4, "for one row, for many and for prompts"
 
 
 def test_many_models_are_compiled_side_by_side() -> None:

@@ -178,8 +178,7 @@ def test_draws_follow_the_distribution(across: str) -> None:
 
 def _draws_by_position(probabilities: list[float], draws: int) -> list[int]:
     """One stream's numbers, position after position: also what one branch sees must be uniform."""
-    from cowbeam.decoder.sampling import uniform
-    from oracles import first_above
+    from oracles import first_above, uniform
 
     return [first_above(probabilities, uniform(5, 0, position)) for position in range(draws)]
 

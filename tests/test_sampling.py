@@ -3,9 +3,9 @@
 import random
 from itertools import pairwise, product
 
-import numpy as np
 import pytest
 
+import oracles
 from cowbeam.decoder import SamplingParams
 from cowbeam.decoder.branches import Token
 from cowbeam.decoder.sampling import Sampling, uniforms
@@ -23,10 +23,7 @@ def test_numbers_are_those_of_numpys_generator() -> None:
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1, *(rng.getrandbits(rng.randint(1, 64)) for _ in range(500))]
     indices, positions = ([rng.getrandbits(rng.choice([1, 9, 33, 62])) for _ in seeds] for _ in range(2))
     keys = list(zip(seeds, indices, positions, strict=True))
-    theirs = [
-        np.random.Generator(np.random.Philox(key=seed, counter=[0, position, index, 0])).random()
-        for seed, index, position in keys
-    ]
+    theirs = [oracles.uniform(*key) for key in keys]
     assert uniforms(seeds, indices, positions) == theirs
     assert [uniform(*key) for key in keys] == theirs
 
