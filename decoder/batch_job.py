@@ -3,21 +3,32 @@
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.job_progress import JobProgress, in_time
-from cowbeam.decoder.options import chat_token_ids
+from cowbeam.decoder.options import HasTokenizer, chat_token_ids
+from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.results_file import LineId, ResultsFile
 
 if TYPE_CHECKING:
-    from cowbeam.decoder.decoder import Decoder, Prompt
+    from cowbeam.decoder.decoder import Prompt
 
 _KEYS = {"id", "prompt", "token_ids", "params"}
+
+
+class PairDecoder(HasTokenizer, Protocol):
+    """What a job needs of a decoder, or of many (`RayDecoders`)."""
+
+    def generate_pairs(self, pairs: Iterable[tuple["Prompt", Params]]) -> Iterator[Outcome]:
+        """As `Decoder.generate_pairs`."""
+
+    def counters(self) -> Counters:
+        """What was done so far."""
 
 
 class BatchLine(NamedTuple):
@@ -77,7 +88,7 @@ class BatchJob:
         """Lines whose result is an error, in all runs."""
         return self._results.num_failed
 
-    def run(self, decoder: "Decoder") -> None:
+    def run(self, decoder: PairDecoder) -> None:
         """Do what is left; each result is written as soon as it is there."""
         if self._defaults.chat:
             chat_token_ids(decoder, "")  # without a template all lines would fail alike
@@ -97,13 +108,13 @@ class BatchJob:
                     if outcome.result is not None:
                         self._results.append(line.number, line.line_id, dataclasses.asdict(outcome.result))
                     else:
-                        self._results.append(line.number, line.line_id, {"error": _sentence(outcome.error)})
+                        self._results.append(line.number, line.line_id, {"error": sentence_of(outcome.error)})
                     progress.note(failed=outcome.error is not None)
         finally:
             self._seconds = time.perf_counter() - started
             self._counters = decoder.counters()
 
-    def _lines(self, decoder: "Decoder", progress: JobProgress) -> Iterator[BatchLine]:
+    def _lines(self, decoder: PairDecoder, progress: JobProgress) -> Iterator[BatchLine]:
         """The lines that are left; those that cannot be read get their error at once."""
         with self._prompts.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -118,7 +129,7 @@ class BatchJob:
                     read = self._read(fields, number, line_id, decoder)
                 except (ValueError, RecursionError) as error:
                     if not self._results.has(number, line_id):
-                        self._results.append(number, line_id, {"error": _sentence(error)})
+                        self._results.append(number, line_id, {"error": sentence_of(error)})
                         progress.note(failed=True)
                 else:
                     yield read
@@ -134,7 +145,7 @@ class BatchJob:
             raise ValueError(f"id {json.dumps(line_id)[:100]} is that of line {first}")
         return line_id
 
-    def _read(self, fields: dict[str, Any], number: int, line_id: LineId | None, decoder: "Decoder") -> BatchLine:
+    def _read(self, fields: dict[str, Any], number: int, line_id: LineId | None, decoder: PairDecoder) -> BatchLine:
         unknown = fields.keys() - _KEYS
         if unknown:
             raise ValueError(f"{min(unknown)!r:.100} is none of id, prompt, token_ids, params")
@@ -186,7 +197,7 @@ def _fields(line: bytes) -> dict[str, Any]:
     return fields
 
 
-def _sentence(error: BaseException | None) -> str:
-    """Users' mistakes say themselves what they are."""
+def sentence_of(error: BaseException | None) -> str:
+    """The text of an error record. Users' mistakes say themselves what they are."""
     text = str(error)[:1000]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"

@@ -26,6 +26,7 @@ from cowbeam.decoder.params import Params
 
 if TYPE_CHECKING:
     from cowbeam.decoder.decoder import Decoder, Prompt
+    from cowbeam.decoder.ray_batch import RayDecoders
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -117,6 +118,15 @@ def _load(name: str | None, knobs: dict[str, Any]) -> "Decoder":
         return Decoder.from_pretrained(name, **knobs)
 
 
+def _start_workers(address: str, num_workers: int | None, name: str | None, knobs: dict[str, Any]) -> "RayDecoders":
+    with report.Progress().waiting("starting the workers"):
+        with _interrupts_held_back():
+            from cowbeam.decoder.ray_batch import RayDecoders
+
+            _quiet_transformers()
+        return RayDecoders(address, num_workers, name, knobs)
+
+
 def _batch_parser() -> Parser:
     parser = Parser(
         prog="cowbeam batch",
@@ -132,6 +142,14 @@ def _batch_parser() -> Parser:
     parser.add_argument("--out", metavar="results.jsonl", type=Path, required=True)
     add_search_options(parser.add_argument_group("search (names and meaning as in transformers)"))
     add_model_options(parser.add_argument_group("model and memory"))
+    several = parser.add_argument_group("several decoders (needs the library Ray: pip install 'cowbeam[ray]')")
+    several.add_argument(
+        "--ray", nargs="?", const="local", metavar="ADDRESS",
+        help="on a running cluster (auto: find it); without ADDRESS on this machine alone",
+    )  # fmt: skip
+    several.add_argument(
+        "--ray-workers", type=int, metavar="N", help="decoders (one a GPU; without GPUs one a machine)"
+    )
     return parser
 
 
@@ -142,9 +160,12 @@ def run_batch(arguments: Sequence[str]) -> int:
     options = vars(_batch_parser().parse_args(arguments))
     prompts, out, name, chat, sample = (options.pop(k) for k in ("prompts", "out", "model", "chat", "sample"))
     knobs = {name: options.pop(name) for name in DECODER_OPTIONS if name in options}
+    ray, num_workers = options.pop("ray", None), options.pop("ray_workers", None)
+    if num_workers is not None and (ray is None or num_workers < 1):
+        raise ValueError(f"--ray-workers {num_workers} needs --ray and at least one worker")
     make_params(options, sample=sample)  # an option that cannot be used is said before the model is loaded
     with BatchJob(prompts, out, LineDefaults(options, sample=sample, chat=chat)) as job:
-        with _load(name, knobs) as decoder:
+        with _load(name, knobs) if ray is None else _start_workers(ray, num_workers, name, knobs) as decoder:
             job.run(decoder)
         print(job.summary())
         return EXIT_FAILED if job.num_failed else 0

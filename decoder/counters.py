@@ -1,8 +1,8 @@
 """Counters: how busy an engine is and what it has done so far."""
 
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, dataclass, fields, replace
 
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group
@@ -49,6 +49,13 @@ class Counters:
         """The share of prompt tokens that were taken over from earlier requests; 0 before the first."""
         prompt_tokens = self.reused_tokens + self.prefill_tokens
         return self.reused_tokens / prompt_tokens if prompt_tokens else 0.0
+
+
+def total(parts: Iterable[Counters]) -> Counters:
+    """Of several engines together; ``seconds`` are the longest."""
+    snapshots = [asdict(part) for part in parts]
+    sums = {field.name: sum(snapshot[field.name] for snapshot in snapshots) for field in fields(Counters)}
+    return Counters(**{**sums, "seconds": max((snapshot["seconds"] for snapshot in snapshots), default=0.0)})
 
 
 @dataclass

@@ -20,9 +20,13 @@ MAX_FAULTS = 3
 
 
 class ManyPrompts:
-    """Decodes pairs (prompt, params) together. Owns the runs in flight: all are over or aborted when it ends."""
+    """Decodes pairs (prompt, params) together. Owns the runs in flight: all are over or aborted when it ends.
 
-    def __init__(self, decoder: "Decoder", pairs: Iterable[tuple[Any, Any]]) -> None:
+    A source that has nothing to give for now gives None, which counts as an index; it is asked again after a turn, and
+    no more once nothing is in flight.
+    """
+
+    def __init__(self, decoder: "Decoder", pairs: Iterable[tuple[Any, Any] | None]) -> None:
         self._decoder = decoder
         self._source = enumerate(pairs)
         self._runs: dict[int, tuple[Request, Run]] = {}  # by index of the prompt

@@ -2,12 +2,12 @@
 
 import argparse
 import dataclasses
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from cowbeam.decoder.params import BeamSearchParams, EarlyStopping, Params, SamplingParams
 
 if TYPE_CHECKING:
-    from cowbeam.decoder.decoder import Decoder
+    from transformers import PreTrainedTokenizerBase
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -104,7 +104,15 @@ def make_params(options: dict[str, Any], *, sample: bool) -> Params:
     return kind(**options)
 
 
-def chat_token_ids(decoder: "Decoder", prompt: str) -> list[int]:
+class HasTokenizer(Protocol):
+    """A decoder, as far as a chat needs one."""
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The model's."""
+
+
+def chat_token_ids(decoder: HasTokenizer, prompt: str) -> list[int]:
     """The prompt as a user's turn in the model's chat. Raises ValueError without a chat template."""
     tokenizer = decoder.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
