@@ -16,8 +16,8 @@ from cowbeam.decoder.group import Request
 from cowbeam.decoder.scheduler import worst_case_blocks
 from fakes import DEVICE, FAMILIES, assert_unused, make_model, random_prompt, tiny_model
 
-# A branch leaves half of its last block unused, (block_size - 1) / 2 slots on average, and over its life it holds half of
-# what it will generate. For 256 tokens that makes 2.7 % with 8 slots and 5.5 % with 16 (the default), whatever the
+# A branch leaves half of its last block unused, (block_size - 1) / 2 slots on average, and over its life it holds half
+# of what it will generate. For 256 tokens that makes 2.7 % with 8 slots and 5.5 % with 16 (the default), whatever the
 # scheduler does; of outputs at their full length it is half of that.
 BLOCK_SIZE = 8
 # Above what the pool can hold of such requests, so that it is the pool that is full, and not the step.
