@@ -25,7 +25,7 @@ from cowbeam.decoder.model_levels import Level
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.run import Run, Watch
-from cowbeam.decoder.scheduler import MAX_PASS_TOKENS
+from cowbeam.decoder.scheduler import MAX_PASS_TOKENS, MAX_ROWS
 from cowbeam.decoder.stop_strings import StopStrings
 from cowbeam.decoder.trial import attention_path, check_choices, try_out
 
@@ -51,6 +51,8 @@ class Decoder:
         prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
             are not needed for anything else. Weights that change and adapters that are switched are noticed, but not
             what is written through ``.data``: call ``forget_prefixes`` then.
+        max_rows: branches that decode together; who comes then waits, and a request of more runs by itself. More than
+            512 seldom pay: the weights are read for so many already, and steps of more are not captured as CUDA graphs.
         compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
             since torch keeps them on disk); None means on the Triton path on CUDA.
 
@@ -69,13 +71,14 @@ class Decoder:
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
         prefix_reuse: bool = True,
+        max_rows: int = MAX_ROWS,
         compile: bool | None = None,
     ) -> None:
         model = inside_wrapper(model)
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
         check_choices(block_size, compile, prefix_reuse)
-        _check_knobs(num_blocks, memory_fraction, kv_memory)
+        _check_knobs(num_blocks, memory_fraction, kv_memory, max_rows)
         self.model = model
         self.tokenizer = tokenizer
         self._grammars: GrammarCompiler | None = None  # made by the first request that needs it
@@ -94,7 +97,13 @@ class Decoder:
             ) from error
         self.kv_layout = kv_layout(shapes, cache.nbytes)
         self._engine: Engine | None = Engine(
-            self._adapter, cache, num_blocks, kv_bytes(shapes), self._decode_text, prefix_reuse=prefix_reuse
+            self._adapter,
+            cache,
+            num_blocks,
+            kv_bytes(shapes),
+            self._decode_text,
+            prefix_reuse=prefix_reuse,
+            max_rows=max_rows,
         )
 
     @classmethod
@@ -111,6 +120,7 @@ class Decoder:
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
         prefix_reuse: bool = True,
+        max_rows: int = MAX_ROWS,
         compile: bool | None = None,
         **model_kwargs: Any,
     ) -> Self:
@@ -150,6 +160,7 @@ class Decoder:
             kv_memory=kv_memory,
             attention=attention,
             prefix_reuse=prefix_reuse,
+            max_rows=max_rows,
             compile=compile,
         )
 
@@ -467,8 +478,10 @@ def _is_one_prompt(prompts: Any) -> bool:
     return bool(prompts) and not isinstance(prompts[0], str | Sequence)
 
 
-def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int | None) -> None:
-    for name, value in (("num_blocks", num_blocks), ("kv_memory", kv_memory)):
+def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int | None, max_rows: int) -> None:
+    if max_rows is None:
+        raise ValueError("max_rows must be a positive integer, got None")
+    for name, value in (("num_blocks", num_blocks), ("kv_memory", kv_memory), ("max_rows", max_rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
     if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:

@@ -28,7 +28,7 @@ from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.placement import on_device
 from cowbeam.decoder.run import Run, TurnError, Watch
 from cowbeam.decoder.sampling import Sampling
-from cowbeam.decoder.scheduler import Part, Scheduler
+from cowbeam.decoder.scheduler import MAX_ROWS, Part, Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.strategy import Candidate, Continuation
 
@@ -49,6 +49,7 @@ class Engine:
         looks_ahead: bool | None = None,
         *,
         prefix_reuse: bool = False,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self._adapter = adapter
         self._cache = cache
@@ -58,6 +59,7 @@ class Engine:
         looks_ahead = adapter.device.type == "cuda" if looks_ahead is None else looks_ahead
         self._looks_ahead = looks_ahead and adapter.can_look_ahead
         self._num_blocks = num_blocks
+        self._max_rows = max_rows
         self._prefix_reuse = prefix_reuse and adapter.computes_pieces
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
@@ -73,7 +75,7 @@ class Engine:
         self._runs: dict[Group, Run] = {}
         self.pool = BlockPool(self._num_blocks, self._cache.block_size, prefix_reuse=self._prefix_reuse)
         self._seen = self._adapter.weights_seen  # by what is in the pool
-        self._scheduler = Scheduler(self.pool)
+        self._scheduler = Scheduler(self.pool, self._max_rows)
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
         self._launched: torch.cuda.Event | None = None  # a pass that the host did not wait for

@@ -88,10 +88,26 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a block (16)")
     group.add_argument("--num-blocks", type=int, metavar="N", help="blocks of the pool (what memory holds)")
+    group.add_argument("--max-rows", type=int, metavar="N", help="branches that decode together at most (512)")
+    group.add_argument(
+        "--prefix-reuse",
+        action=argparse.BooleanOptionalAction,
+        help="take over what was computed for an earlier prompt that begins alike (--no-prefix-reuse: compute it anew)",
+    )
     group.add_argument("--kv-memory", type=_num_bytes, metavar="SIZE", help="bytes of the pool on a CPU (2G)")
 
 
-DECODER_OPTIONS = ("device", "dtype", "attention", "compile", "block_size", "num_blocks", "kv_memory")
+DECODER_OPTIONS = (
+    "device",
+    "dtype",
+    "attention",
+    "compile",
+    "block_size",
+    "num_blocks",
+    "max_rows",
+    "prefix_reuse",
+    "kv_memory",
+)
 
 
 def make_params(options: dict[str, Any], *, sample: bool) -> Params:

@@ -1,9 +1,9 @@
 """Who runs, who waits, and who gives its blocks back.
 
-First come, first served. A group is admitted when there is room for what it holds at first (its prompt once) and for a
-part of what all may still grow by; not for the worst case, which most groups never come near. When a step needs more
-blocks than are free, the youngest group gives all of its back and waits in front of the others for room to compute them
-anew.
+First come, first served. A group is admitted when there is room for its rows in a step, and in the pool for what it
+holds at first (its prompt once) and for a part of what all may still grow by; not for the worst case, which most groups
+never come near. When a step needs more blocks than are free, the youngest group gives all of its back and waits in
+front of the others for room to compute them anew.
 The oldest never does: its worst case fits the pool, so it always gets on, and everybody is the oldest at last.
 
 Prompts are computed in passes of a bounded number of tokens. Passes and steps take turns, so neither long prompts nor
@@ -18,7 +18,8 @@ from cowbeam.decoder.backlog import Piece
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.group import Group, Request
 
-# More rows than this make a step slower than the admission of fewer: the weights are read once per step anyway.
+# Rows of a step, unless the user wants others: a step of more takes as much longer, since products of so many rows are
+# bound by arithmetic and no longer by reading the weights; and CUDA graphs are captured up to here (`step_graph`).
 MAX_ROWS = 512
 # Tokens of one pass over prompts. Matrix products of so many rows are bound by arithmetic, so more in a pass gain
 # nothing, and what runs would wait longer for its next token; the plan kernels take no more rows (`MAX_TRITON_ROWS`).
@@ -49,8 +50,9 @@ class Scheduler:
     before their next step.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, max_rows: int = MAX_ROWS) -> None:
         self._pool = pool
+        self._max_rows = max_rows
         self.waiting: deque[Group] = deque()
         self.admitted: list[Group] = []
         self.running: list[Group] = []
@@ -144,7 +146,7 @@ class Scheduler:
         groups = [self.waiting[0], *self.admitted]
         rows = sum(group.strategy.width for group in groups)
         spare = self._pool.num_free - groups[0].blocks_to_take
-        return rows <= MAX_ROWS and rows <= spare and sum(map(self._set_aside, groups)) <= spare
+        return rows <= self._max_rows and rows <= spare and sum(map(self._set_aside, groups)) <= spare
 
     def _set_aside(self, group: Group) -> int:
         """A block a branch at least."""

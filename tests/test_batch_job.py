@@ -69,6 +69,15 @@ def test_a_result_has_the_keys_of_json_and_its_line(model_path, tmp_path, capsys
     assert "\x1b" not in captured.out + captured.err
 
 
+@pytest.mark.parametrize(("options", "share"), [([], "59%"), (["--no-prefix-reuse"], "0%")])
+def test_prefix_reuse_is_a_switch(model_path, tmp_path, capsys, options, share):
+    """Three prompts of 9 tokens in blocks of 4: two blocks of each but the first are taken over."""
+    prompts = write(tmp_path / "p.jsonl", [{"token_ids": [5, 6, 7, 8, 9, 10, 11, 12, last]} for last in (1, 2, 3)])
+    out = tmp_path / "r.jsonl"
+    assert run(model_path, prompts, out, "--max-new-tokens", "4", "--block-size", "4", *options) == 0
+    assert f"{share} of the prompts taken over from earlier ones" in capsys.readouterr().out
+
+
 def test_a_bad_line_is_one_error_record(model_path, tmp_path):
     deep = b"[" * 100_000
     bad = {

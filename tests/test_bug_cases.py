@@ -2,12 +2,11 @@
 
 Each test is named after its case and tells the report's story. Cases whose law is shown at length elsewhere have a
 short test here all the same, so that the story is found. What cannot occur: a copy-on-write that one back end lacks
-(xLLM PR #1984) — there is one ``KVCache.copy`` for all of them, and ``test_paged_logits`` proves it is needed;
-tokens of one beam handed on with the length of another (C8, TensorRT-LLM PR #18711) — a block is found again by the
-tokens of its own path only.
+(xLLM PR #1984) — there is one ``KVCache.copy`` for all of them, and ``test_paged_logits`` proves it is needed.
 
-Elsewhere: B1, B2 in ``test_stop_strings``; B6, B9 in ``test_processors``; B7, B8 in ``test_grammar``; log-probs that
-are lost or shifted (B14, D14) also in ``test_token_logprobs``.
+Elsewhere: what only happens among many requests (C8 to C22, D2, D3, D8 to D14, D19) in ``test_bug_cases_serving``; B1,
+B2 in ``test_stop_strings``; B6, B9 in ``test_processors``; B7, B8 in ``test_grammar``; log-probs that are lost or
+shifted (B14, D14) also in ``test_token_logprobs``.
 """
 
 import argparse

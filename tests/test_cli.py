@@ -102,6 +102,21 @@ def test_samples_take_a_seed_and_name_it(model_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "reused"),
+    [([], [0, 2]), (["--prefix-reuse"], [0, 2]), (["--no-prefix-reuse"], [0, 0]), (["--max-rows", "1"], [0, 2])],
+)
+def test_prefix_reuse_is_a_switch(model_path, capsys, options, reused):
+    """The second of two equal prompts takes over the first one's full blocks, unless that is switched off."""
+    arguments = ["the quick brown", "the quick brown", "--num-beams", "1", "--block-size", "2", "--json", *options]
+    code, out, _ = run(model_path, capsys, *arguments, "--max-new-tokens", "3")
+    first, second = json.loads(out)
+    assert code == 0
+    assert len(first["prompt_token_ids"]) == 3
+    assert [result["stats"]["reused_tokens"] for result in (first, second)] == reused
+    assert first["completions"][0]["token_ids"] == second["completions"][0]["token_ids"]
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["x", "--num-beams", "0"], "num_beams must be an integer of at least 1, got 0"),
@@ -113,6 +128,9 @@ def test_samples_take_a_seed_and_name_it(model_path, capsys):
         (["x", "--sample", "--num-beams", "2"], "--num-beams does not go with --sample"),
         (["x", "--temperature", "0.5"], "temperature=0.5 has no effect without do_sample=True"),
         (["x", "--chat"], "the model has no chat template"),
+        (["x", "--max-rows", "0"], "max_rows must be a positive integer, got 0"),
+        (["x", "--max-rows", "lots"], "argument --max-rows: invalid int value: 'lots'"),
+        (["x", "--no-prefix-reuse=off"], "--no-prefix-reuse: ignored explicit argument 'off'"),
         (["x", "--block-size", "12"], "block_size must be a power of two, got 12"),
         (["x", "--max-new-tokens", "100000"], "max_new_tokens=100000 exceed the model's"),
         (["x", "--num-blocks", "2", "--max-new-tokens", "60"], "but the pool has 2"),

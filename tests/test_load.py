@@ -1,5 +1,6 @@
 """Thousands of requests on a pool of a tenth of what they may need: all complete, in order, in bounded memory."""
 
+import functools
 import gc
 import itertools
 import random
@@ -7,15 +8,20 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from transformers import PreTrainedModel
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.scheduler import worst_case_blocks
-from fakes import assert_unused, random_prompt, tiny_model
+from fakes import DEVICE, FAMILIES, assert_unused, make_model, random_prompt, tiny_model
 
-# With 16 slots the last blocks of short outputs alone are above 4 %.
+# A branch leaves half of its last block unused, (block_size - 1) / 2 slots on average, and over its life it holds half
+# of what it will generate. For 256 tokens that makes 2.7 % with 8 slots and 5.5 % with 16 (the default), whatever the
+# scheduler does; of outputs at their full length it is half of that.
 BLOCK_SIZE = 8
+# Above what the pool can hold of such requests, so that it is the pool that is full, and not the step.
+MAX_ROWS = 4096
 
 
 class Load(NamedTuple):
@@ -24,7 +30,7 @@ class Load(NamedTuple):
     begins: list[int]  # the turn in which each request took its first step, in the order of their coming
     longest_wait: int  # turns between two steps of a request that had begun
     turns: int
-    unused_slots: float  # their mean share
+    unused_slots: float  # their share of the slots of live blocks, over all turns
     decoder: Decoder
 
 
@@ -44,54 +50,64 @@ def requests(count: int, new_tokens: int) -> Iterator[tuple[list[int], BeamSearc
             )
 
 
-def unused_share(engine: Engine) -> float:
-    """Of the slots of live blocks, those that hold no token."""
+@functools.cache
+def small_model() -> PreTrainedModel:
+    """One layer: what is looked at here is who runs, not what a model says (that is compared in ``test_mixes``)."""
+    return make_model("llama", {**FAMILIES["llama"], "num_hidden_layers": 1}).to(DEVICE)
+
+
+def count_slots(engine: Engine, block_size: int) -> tuple[int, int]:
+    """Slots of live blocks, and those of them that hold a token."""
     filled: dict[int, int] = {}
     for group in engine._scheduler.running:
         for branch in group.branches:
             for column, block in enumerate(branch.block_table):
-                slots = min(BLOCK_SIZE, branch.num_slots - column * BLOCK_SIZE)
+                slots = min(block_size, branch.num_slots - column * block_size)
                 filled[block] = max(slots, filled.get(block, 0))
-    return 1 - sum(filled.values()) / (BLOCK_SIZE * len(filled)) if filled else 0.0
+    return block_size * len(filled), sum(filled.values())
 
 
-def run_load(count: int, new_tokens: int) -> Load:
+def run_load(count: int, new_tokens: int, block_size: int = BLOCK_SIZE, look_every: int = 20) -> Load:
     jobs = list(requests(count, new_tokens))
-    worst = [worst_case_blocks(Request(tuple(p), q, frozenset(), None), BLOCK_SIZE) for p, q in jobs]
-    decoder = Decoder(tiny_model("llama"), block_size=BLOCK_SIZE, num_blocks=max(*worst, sum(worst) // 10))
+    worst = [worst_case_blocks(Request(tuple(p), q, frozenset(), None), block_size) for p, q in jobs]
+    num_blocks = max(*worst, sum(worst) // 10)
+    decoder = Decoder(small_model(), block_size=block_size, num_blocks=num_blocks, max_rows=MAX_ROWS)
     engine = decoder._engine
     assert engine is not None
     runs = [decoder.add_request(*job) for job in jobs]
     begins: dict[int, int] = {}
     last_step: dict[int, tuple[int, int]] = {}  # steps so far, and the turn of the last
-    longest_wait, unused = 0, []
+    waiting = list(range(count))
+    longest_wait, slots, filled = 0, 0, 0
     for turn in itertools.count(1):
         decoder.step()
-        open_runs = [index for index, run in enumerate(runs) if not run.is_over and index not in last_step]
-        for index in [*last_step, *itertools.takewhile(lambda index: runs[index].has_begun, open_runs)]:
-            begins.setdefault(index, turn)
-            steps, before = last_step.get(index, (0, turn))
+        begun = [index for index in waiting if runs[index].has_begun]
+        waiting = [index for index in waiting if not runs[index].has_begun]
+        begins |= dict.fromkeys(begun, turn)
+        last_step |= dict.fromkeys(begun, (0, turn))
+        for index, (steps, before) in last_step.items():
             if runs[index].group.steps > steps:
                 longest_wait = max(longest_wait, turn - before)
                 last_step[index] = (runs[index].group.steps, turn)
         last_step = {index: step for index, step in last_step.items() if not runs[index].is_over}
-        if turn % 20 == 0:
-            unused.append(unused_share(engine))
+        if turn % look_every == 0:
+            live, held = count_slots(engine, block_size)
+            slots, filled = slots + live, filled + held
             decoder.check_integrity()
         if not engine._runs:
             break
     assert all(run.result is not None for run in runs), [run.error for run in runs if run.error]
     assert_unused(decoder)
-    return Load([begins[index] for index in range(count)], longest_wait, turn, sum(unused) / len(unused), decoder)
+    return Load([begins[index] for index in range(count)], longest_wait, turn, 1 - filled / slots, decoder)
 
 
 def check_load(load: Load, new_tokens: int) -> None:
-    assert load.begins == sorted(load.begins), "nobody begins before who came earlier"
-    assert load.decoder.counters().preemptions > 0, "the pool was never full"
     print(f"{load.turns} turns, longest wait {load.longest_wait}, {load.unused_slots:.1%} unused")
     print(load.decoder.counters())
+    assert load.begins == sorted(load.begins), "nobody begins before who came earlier"
+    assert load.decoder.counters().preemptions > 0, "the pool was never full"
     # Who is preempted waits for older requests alone, and comes back before all others.
-    assert load.longest_wait <= 3 * new_tokens
+    assert load.longest_wait <= 2 * new_tokens
 
 
 def test_a_pool_of_a_tenth_is_enough() -> None:
@@ -100,8 +116,16 @@ def test_a_pool_of_a_tenth_is_enough() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("block_size", "most"), [(8, 0.04), (16, 0.06)])
+def test_unused_slots_of_both_block_sizes(block_size: int, most: float) -> None:
+    load = run_load(200, 256, block_size)
+    check_load(load, 256)
+    assert load.unused_slots < most
+
+
+@pytest.mark.long
 def test_two_thousand_requests() -> None:
-    load = run_load(2000, 256)
+    load = run_load(2000, 256, look_every=50)
     check_load(load, 256)
     assert load.unused_slots < 0.04
 

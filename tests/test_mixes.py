@@ -112,10 +112,17 @@ def check_mix(seed: int) -> tuple[int, int]:
     num_blocks = least + rng.choice([0, 0, 1, least // 4, 2 * least])
     reuse = rng.random() < 0.7
     alone = decoder_for_one(family, block_size)
-    decoder = Decoder(tiny_model(family), block_size=block_size, num_blocks=num_blocks, prefix_reuse=reuse)
+    looks_ahead, pass_tokens = rng.random() < 0.5, rng.choice([3, 10, 4096])
+    decoder = Decoder(
+        tiny_model(family),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        prefix_reuse=reuse,
+        max_rows=rng.choice([1, 8, *[512] * 8]),
+    )
     assert decoder._engine is not None
-    decoder._engine._looks_ahead = rng.random() < 0.5
-    with passes_of(rng.choice([3, 10, 4096])):
+    decoder._engine._looks_ahead = looks_ahead
+    with passes_of(pass_tokens):
         runs = run_mix(decoder, jobs)
     what: Any = f"seed {seed}: {family}, blocks of {block_size}"
     for index, (run, job) in enumerate(zip(runs, jobs, strict=True)):

@@ -17,9 +17,9 @@ def make_request(num_prompt_tokens: int = 20, width: int = 2, max_new_tokens: in
 class Turns:
     """A scheduler and its groups, turned without a model: every branch is given token 7."""
 
-    def __init__(self, pool: BlockPool, *requests: Request) -> None:
+    def __init__(self, pool: BlockPool, *requests: Request, max_rows: int = MAX_ROWS) -> None:
         self.pool = pool
-        self.scheduler = Scheduler(pool)
+        self.scheduler = Scheduler(pool, max_rows)
         self.groups = [Group(request, pool, KVBytes(1, ())) for request in requests]
         self.preempted: list[int] = []
         for group in self.groups:
@@ -111,17 +111,19 @@ def test_a_small_request_does_not_overtake_a_big_one():
     assert turns.admit() == [1, 2]
 
 
-def test_rows_are_bounded_but_one_group_always_runs():
-    turns = Turns(BlockPool(10_000, 16), make_request(1, MAX_ROWS + 1, 2), make_request(1, 1, 2))
+@pytest.mark.parametrize("max_rows", [1, 7, MAX_ROWS, 2 * MAX_ROWS])
+def test_rows_are_bounded_but_one_group_always_runs(max_rows: int):
+    turns = Turns(BlockPool(10_000, 16), make_request(1, max_rows + 1, 2), make_request(1, 1, 2), max_rows=max_rows)
     assert turns.admit() == [0]
     assert not turns.scheduler.has_pass
     turns.step()
     assert turns.admit() == [1]
 
 
-def test_rows_of_running_and_admitted_groups_count_together():
-    half = make_request(1, MAX_ROWS // 2, 3)
-    turns = Turns(BlockPool(10_000, 16), half, half, half)
+@pytest.mark.parametrize("max_rows", [6, MAX_ROWS, 2 * MAX_ROWS])
+def test_rows_of_running_and_admitted_groups_count_together(max_rows: int):
+    half = make_request(1, max_rows // 2, 3)
+    turns = Turns(BlockPool(10_000, 16), half, half, half, max_rows=max_rows)
     assert turns.admit() == [0, 1]
     assert not turns.scheduler.has_pass
 
