@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from bench_header import print_header
@@ -29,7 +29,7 @@ WORDS = '"sun", "river", "apple", "a small horse", '
 class CountingReader(Reader):
     """Counts for the whole process."""
 
-    counts: Counter[str] = Counter()
+    counts: ClassVar[Counter[str]] = Counter()
 
     def fork(self) -> Reader:
         self.counts["copied"] += self.place.depth
