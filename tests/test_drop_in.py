@@ -650,9 +650,8 @@ def test_threads_whose_calls_are_left_to_transformers() -> None:
     def run(number: int) -> None:
         try:
             for _ in range(3):
-                if not torch.equal(model.generate(**inputs, **calls[number]), wanted[number]):
-                    wrong.append(calls[number])
-        except Exception as error:
+                assert torch.equal(model.generate(**inputs, **calls[number]), wanted[number])
+        except (AssertionError, RuntimeError, ValueError) as error:
             wrong.append(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
