@@ -12,10 +12,11 @@ from torch import nn
 
 
 def inside_wrapper(model: Any) -> Any:
-    """The model that a PEFT wrapper holds; any other object as it is.
+    """The model that a wrapper of PEFT's or of ``torch.compile`` holds; any other object as it is.
 
     Raises ValueError for adapters that lie outside of the model's layers, where cowbeam does not see them.
     """
+    model = getattr(model, "_orig_mod", model)  # whose own `generate` is what a compiled model offers
     if not (hasattr(model, "get_base_model") and hasattr(model, "active_peft_config")):
         return model
     config = model.active_peft_config

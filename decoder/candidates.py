@@ -17,7 +17,7 @@ from torch import Tensor
 from cowbeam.decoder.batch import to_device
 from cowbeam.decoder.beam_search import MASK, BeamSearch
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
-from cowbeam.decoder.grammar import GrammarStates
+from cowbeam.decoder.grammar_states import GrammarStates
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import TokenLogprob
 from cowbeam.decoder.processors import HammingDiversity, check_scores, is_beam_sampling, make_processors

@@ -15,7 +15,8 @@ from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.frames import Frame
-from cowbeam.decoder.grammar import Grammar, GrammarCompiler, GrammarStates
+from cowbeam.decoder.grammar import Grammar, GrammarCompiler
+from cowbeam.decoder.grammar_states import GrammarStates
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout

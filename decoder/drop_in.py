@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 
 from cowbeam.decoder.adapters import inside_wrapper
+from cowbeam.decoder.attached_groups import DiverseBeams, asks_for_groups
 from cowbeam.decoder.attachment import Attachment, Knobs
 from cowbeam.decoder.model_view import view_of
 from cowbeam.decoder.refusals import given_cache
 from cowbeam.decoder.trial import check_choices
 
 _ATTACHMENT = "_cowbeam_attachment"
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")  # that transformers has a loop for
 
 AnyModel = TypeVar("AnyModel", bound=PreTrainedModel)
 
@@ -34,6 +36,8 @@ def attach(
     Beam search, beam sampling, sampling and greedy search, with every logits processor, stopping criterion, streamer
     and output that transformers has for them, at its own random numbers. What cowbeam cannot do is left to
     transformers, with one warning that says why. An output's cache is None: its blocks are free for the next call.
+
+    Diverse beams (``num_beam_groups``), which transformers had until 4.5x, are decoded too: sequences and their scores.
 
     Args:
         model: any transformers model, or one with adapters of PEFT in its layers (LoRA). It is tried out now, if it is
@@ -83,6 +87,8 @@ def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     is_foreign = kwargs.get("custom_generate") is not None or kwargs.get("cache_implementation") == "paged"
     if attachment is None or is_foreign or not _is_usable(self, attachment):
         return original(self, *args, **kwargs)
+    if asks_for_groups(self, args, kwargs):
+        kwargs = {**kwargs, "custom_generate": DiverseBeams(self, attachment, args, kwargs)}
     return original(view_of(self, attachment, has_cache=given_cache(kwargs) is not None), *args, **kwargs)
 
 
@@ -99,6 +105,9 @@ def custom_generate(
     transformers keeps ``streamer``, ``tokenizer`` and ``assistant_model`` from such functions, and the model is tried
     out at each call: ``attach`` has no such gaps.
     """
+    mode = generation_config.get_generation_mode()
+    if mode not in _MODES:
+        raise ValueError(f"custom_generate=cowbeam's does no {mode.replace('_', ' ')}; attach(model) may")
     attachment = model.__dict__.get(_ATTACHMENT) or Attachment(Knobs(16, "auto", compile=False))
     decoding: Any = view_of(model, attachment) if _is_usable(model, attachment) else model
     loop = decoding._sample if generation_config.num_beams == 1 else decoding._beam_search

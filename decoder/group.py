@@ -12,7 +12,7 @@ from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
 from cowbeam.decoder.endings import Endings
-from cowbeam.decoder.grammar import GrammarStates
+from cowbeam.decoder.grammar_states import GrammarStates
 from cowbeam.decoder.outputs import Completion, DecodeResult, DecodeStats, MemoryUse, TokenLogprob
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.sampling import Sampling

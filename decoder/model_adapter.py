@@ -33,7 +33,7 @@ logger = logging.getLogger("cowbeam")
 
 # Two decoders may share a model, and the switch lies in the model's config: whoever finishes first would switch the
 # attention back under the other's forward pass. So one pass at a time, of all decoders.
-_SWITCH = threading.RLock()
+ONE_PASS_AT_A_TIME = threading.RLock()
 
 
 def first_line(error: Exception) -> str:
@@ -129,6 +129,11 @@ class ModelAdapter:
         return self._compiled is not None
 
     @property
+    def has_hooks(self) -> bool:
+        """Functions of its owner's look at what passes between its modules."""
+        return any(module._forward_pre_hooks or module._forward_hooks for module in self.model.modules())
+
+    @property
     def max_length(self) -> int | None:
         """Positions that can be decoded rightly, prompt and new tokens together.
 
@@ -171,7 +176,7 @@ class ModelAdapter:
         Captured steps read the old tensors and run the old hooks then. Weights that change in place are seen without.
         Asked once a prefill, since it takes about half a millisecond.
         """
-        with _SWITCH:
+        with ONE_PASS_AT_A_TIME:
             self._fused.refresh()
             self._edits = sum(0 if p.is_inference() else p._version for p in self.model.parameters())
             parts = _parts_of(self.model)
@@ -298,7 +303,7 @@ class ModelAdapter:
         cache.copy(inputs.copy_sources, inputs.copy_destinations)
         if self._compiled is not None:
             try:
-                with _SWITCH, self._compiled.in_place():
+                with ONE_PASS_AT_A_TIME, self._compiled.in_place():
                     return self._decode(cache, inputs)
             except torch.OutOfMemoryError:
                 raise
@@ -313,7 +318,7 @@ class ModelAdapter:
             return self._gathered.decode(cache, inputs)
         step = DecodeStep(cache, self._kernels, inputs)
         experts = self._batched_experts
-        with _SWITCH, experts.in_place(len(inputs.token_ids)) if experts else nullcontext():
+        with ONE_PASS_AT_A_TIME, experts.in_place(len(inputs.token_ids)) if experts else nullcontext():
             return self._forward(inputs.token_ids[:, None], inputs.positions[:, None], step, last=None)[:, -1]
 
     def own_logits(self, token_ids: Sequence[int]) -> Tensor:
@@ -353,8 +358,11 @@ class ModelAdapter:
 
     @contextmanager
     def _implementation(self, name: str | None) -> Iterator[None]:
-        """The model attends by this implementation inside the body (None: its owner's), and by its owner's outside."""
-        with _SWITCH:
+        """The model attends by this implementation inside the body (None: its owner's), and by its owner's outside.
+
+        It computes in its own type: blocks hold that, and steps are captured with it, whatever autocast is on outside.
+        """
+        with ONE_PASS_AT_A_TIME, torch.autocast(self.device.type, enabled=False):
             if name is None:
                 yield
                 return

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cowbeam.decoder.attachment import Attachment
+from cowbeam.decoder.model_adapter import ONE_PASS_AT_A_TIME
 from cowbeam.decoder.model_levels import CACHE_NAMES
 from cowbeam.decoder.paged_rows import PagedRows, as_requests
 from cowbeam.decoder.refusals import given_cache, why_not
@@ -45,9 +46,16 @@ def _make_view_class(model_class: type) -> type:
 
         return run
 
+    def get_compiled_call(self: Any, *args: Any) -> Any:
+        return self._call.model.get_compiled_call(*args)  # kept by the model, which outlives the view
+
     loops = {name: loop(name) for name in _LOOPS}
     names = {"__slots__": ("_call",), "__module__": model_class.__module__, "__doc__": model_class.__doc__}
-    return type(model_class.__name__, (model_class,), {**names, **loops, "__call__": __call__})
+    return type(
+        model_class.__name__,
+        (model_class,),
+        {**names, **loops, "__call__": __call__, "get_compiled_call": get_compiled_call},
+    )
 
 
 class _Call:
@@ -66,7 +74,7 @@ class _Call:
         reason = self._why_not(name, input_ids, **kwargs)
         if reason is not None:
             self.attachment.warn(self.model, reason)
-            return own(self.model, input_ids, **kwargs)
+            return own(view, input_ids, **kwargs)
         max_new_tokens = kwargs["generation_config"].max_length - input_ids.shape[1]
         requests = as_requests(input_ids, _lengths(input_ids, kwargs.get("attention_mask")), max_new_tokens)
         fitted = self.attachment.fitted(self.model)
@@ -74,7 +82,7 @@ class _Call:
             self._rows, self._cache = fitted.open_rows(requests, self.attachment.knobs.block_size), None
         except MemoryError as error:
             self.attachment.warn(self.model, str(error))
-            return own(self.model, input_ids, **kwargs)
+            return own(view, input_ids, **kwargs)
         try:
             output = self._over_blocks(own, view, input_ids, **kwargs)
             self._rows.log_use()
@@ -99,10 +107,12 @@ class _Call:
         return why_not(self.attachment.fitted(self.model).adapter, input_ids, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the loop's forward pass; any other (of guidance, say) is the model's own."""
+        """Answer the loop's forward pass; any other (of guidance, say, or of a call that is left to transformers) is
+        the model's own, for which other threads' steps have to wait: the model attends in another way during them."""
         rows, cache = self._rows, given_cache(kwargs)
         if rows is None or (self._cache is not None and cache is not self._cache):
-            return self.model(*args, **kwargs)
+            with ONE_PASS_AT_A_TIME:
+                return self.model(*args, **kwargs)
         if self._cache is None:
             self._cache = _RowsAsCache(rows, kwargs["input_ids"].shape[1])
             logits = rows.prefill()
@@ -155,7 +165,7 @@ def _forgets_ended(*, stopping_criteria: Any, generation_config: Any, **_: Any) 
 def _lengths(input_ids: Tensor, mask: Tensor | None) -> list[int]:
     if mask is None:
         return [input_ids.shape[1]] * len(input_ids)
-    lengths: list[int] = mask.sum(-1).tolist()
+    lengths: list[int] = mask.long().sum(-1).tolist()  # a mask may be of any type
     return lengths
 
 

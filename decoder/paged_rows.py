@@ -82,7 +82,10 @@ class PagedRows:
         self.peak_blocks = self._pool.num_live
         self._adapter.follow_owner()
         with on_device(self._adapter.device):
-            logits = [self._compute(parts) for parts in _passes(self._groups)]
+            passes: Iterator[list[Part]] = _passes(self._groups)
+            if self._adapter.has_hooks:  # they may look for a prompt's end where transformers has it: at a row's
+                passes = ([part] for parts in passes for part in parts)
+            logits = [self._compute(parts) for parts in passes]
         widths = torch.tensor([group.strategy.width for group in self._groups], device=self._adapter.device)
         return torch.cat(logits).repeat_interleave(widths, dim=0)
 

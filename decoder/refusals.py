@@ -48,8 +48,8 @@ def why_not(adapter: ModelAdapter, input_ids: Tensor, *, generation_config: Any,
             return f"{name}={value!r} is not supported"
     if kwargs.get("synced_gpus"):
         return "synced_gpus is not supported"
-    if adapter.path == "triton" and torch.is_autocast_enabled(adapter.device.type):
-        return "autocast is not supported: a captured step keeps the types it was captured with"
+    if torch.is_autocast_enabled(adapter.device.type):
+        return "autocast is not supported: blocks and captured steps keep the types that the model has"
     if "prepare_inputs_for_generation" in vars(adapter.model):
         return "the model's inputs are prepared in a way of its owner's (prompt learning, say)"
     if has_adapters_by_row(adapter.model):

@@ -62,7 +62,7 @@ class PeerRun:
 def run_transformers(model: PreTrainedModel, prompt: Sequence[int], num_beams: int, new_tokens: int) -> PeerRun:
     """transformers' own beam search. A reorder's second copy, which lives for a moment, is not in the peak."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    with _watched_cache(model) as seen:
+    with watched_cache(model) as seen:
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), num_beams=num_beams, max_new_tokens=new_tokens, do_sample=False,
             eos_token_id=None, pad_token_id=0,
@@ -78,7 +78,7 @@ class _Seen:
 
 
 @contextmanager
-def _watched_cache(model: PreTrainedModel) -> Iterator[_Seen]:
+def watched_cache(model: PreTrainedModel) -> Iterator[_Seen]:
     """Notes the cache's bytes after each forward pass, and at each reorder of it."""
     seen = _Seen()
 

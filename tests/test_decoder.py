@@ -397,3 +397,11 @@ def test_only_survivors_are_built() -> None:
         params = BeamSearchParams(num_beams=16, max_new_tokens=10, eos_token_id=[])
         decoder_of(num_blocks=256).generate(PROMPT, params)
     assert made <= 16 * 10
+
+
+def test_autocast_outside_changes_nothing() -> None:
+    """A decoder computes in its model's type. (Half of a step was computed in bfloat16, and half was not.)"""
+    decoder, params = tiny_decoder("llama"), BeamSearchParams(num_beams=3, max_new_tokens=8, eos_token_id=[])
+    wanted = decoder.generate([3, 1, 4], params).completions
+    with torch.autocast(decoder.model.device.type, torch.bfloat16):
+        assert decoder.generate([3, 1, 4], params).completions == wanted

@@ -3,18 +3,20 @@
 ``scripts/compare_group_beams.py`` compares with a transformers of that time itself.
 """
 
+import copy
 import functools
 import random
 from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, attach, custom_generate
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
 from cowbeam.decoder.params import Params
 from cowbeam.decoder.strategy import Candidate
-from fakes import BLOCK_SIZES, FAMILIES, VOCABULARY, random_prompt, tiny_decoder
+from fakes import BLOCK_SIZES, FAMILIES, VOCABULARY, random_prompt, tiny_decoder, tiny_model
 from group_beams import diverse_beams
 from oracles import last_logits
 
@@ -164,3 +166,53 @@ def test_beside_other_searches_with_steps_in_flight() -> None:
 def test_unusable_values_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         BeamSearchParams(**fields)
+
+
+ATTACHED: list[dict[str, Any]] = [
+    {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 0.5, "num_return_sequences": 4},
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 3.0, "length_penalty": 2.0, "early_stopping": True},
+    {"num_beams": 4, "num_beam_groups": 4, "diversity_penalty": 1.0, "repetition_penalty": 1.4, "min_new_tokens": 3},
+]
+
+
+@pytest.mark.parametrize("settings", ATTACHED)
+@pytest.mark.parametrize("as_object", [False, True])
+def test_through_an_attached_model(settings: dict[str, Any], as_object: bool) -> None:
+    """``generate`` answers where transformers 5 names a repository: a left-padded batch, a user's processor."""
+    model: Any = attach(copy.deepcopy(tiny_model("llama")), block_size=4)
+    eos_ids = [5, 9, 11, 23]
+
+    def favours(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([17], device=scores.device), -1.0)
+
+    common = {**settings, "max_new_tokens": 8, "eos_token_id": eos_ids, "do_sample": False}
+    more = {"pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+    config = {"generation_config": GenerationConfig(**common, **more)} if as_object else {**common, **more}
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    ids = torch.tensor([prompts[0], [0, 0, 0, *prompts[1]]], device=model.device)
+    out = model.generate(ids, attention_mask=(ids != 0).int(), logits_processor=[favours], **config)
+    del common["do_sample"]
+    wanted = tiny_decoder("llama").generate(prompts, BeamSearchParams(**common, logits_processors=[favours]))
+    each = settings.get("num_return_sequences", 1)
+    assert out.sequences[:, :5].tolist() == ids.repeat_interleave(each, 0).tolist()
+    rows = zip(out.sequences[:, 5:].tolist(), out.sequences_scores.tolist(), strict=True)
+    for completion, (row, score) in zip((c for result in wanted for c in result.completions), rows, strict=True):
+        assert row == [*completion.token_ids, *[0] * (len(row) - len(completion.token_ids))]
+        assert score == pytest.approx(completion.score, abs=TOLERANCE)
+
+
+def test_what_groups_of_an_attached_model_do_not_take() -> None:
+    """Named, before any work; nothing is ignored."""
+    model: Any = attach(copy.deepcopy(tiny_model("llama")))
+    ids, groups = torch.tensor([[3, 1, 4]], device=model.device), {"num_beams": 4, "num_beam_groups": 2}
+    for more, message in (
+        ({"stopping_criteria": [lambda *_: True]}, "stopping_criteria does not go with num_beam_groups"),
+        ({}, "diversity_penalty=0 makes all num_beam_groups alike"),
+        ({"diversity_penalty": 1.0, "num_beams": 5}, "num_beam_groups=2 does not divide num_beams=5"),
+        ({"diversity_penalty": 1.0, "max_time": 3.0}, "max_time=3.0"),
+        ({"diversity_penalty": 1.0, "use_cache": False}, "use_cache=False is not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, **{**groups, **more}, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match="does no group beam search"):
+        model.generate(ids, **groups, diversity_penalty=1.0, max_new_tokens=4, custom_generate=custom_generate)

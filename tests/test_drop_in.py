@@ -580,6 +580,88 @@ def test_wrong_arguments() -> None:
     assert torch.equal(own_generate(model, **inputs, **BEAMS), model.generate(**inputs, **BEAMS))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32])
+def test_masks_of_any_type(dtype: torch.dtype) -> None:
+    """A float mask gave lengths that were no integers."""
+    model, inputs = attached("llama", 4), padded([[3, 1, 4, 1, 5], [9, 2]])
+    wanted = own_generate(model, **inputs, **BEAMS)
+    inputs["attention_mask"] = inputs["attention_mask"].to(dtype)
+    assert torch.equal(model.generate(**inputs, **BEAMS), wanted)  # type: ignore[operator]
+
+
+def test_autocast_is_left_to_transformers() -> None:
+    """Half of a step ran in bfloat16 and half in float32, over blocks of float32."""
+    model: Any = attach(copy.deepcopy(tiny_model("llama")), block_size=4)
+    inputs = padded([[3, 1, 4, 1, 5], [9, 2]])
+    with heard() as records, torch.autocast(DEVICE, torch.bfloat16):
+        got = model.generate(**inputs, **BEAMS, return_dict_in_generate=True, output_logits=True)
+        wanted = own_generate(model, **inputs, **BEAMS, return_dict_in_generate=True, output_logits=True)
+    (warning,) = warnings_of(records)
+    assert "autocast" in warning
+    assert all(map(torch.equal, got.logits, wanted.logits))
+
+
+@pytest.mark.parametrize("where", ["everywhere", "at the end"])
+def test_hooks_of_the_users(where: str) -> None:
+    """Activations steered in a layer. Prompts packed into one row have one end only, where transformers sees as many
+    as there are prompts."""
+    model: Any = attach(copy.deepcopy(tiny_model("llama")), block_size=4)
+    direction = torch.randn(32, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def steer(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        steered = output.clone()
+        steered[:, slice(None) if where == "everywhere" else -1] += direction
+        return steered
+
+    inputs = padded([[3, 1, 4, 1, 5], [9, 2], [9, 2, 6, 5]])
+    call = {**BEAMS, "return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(**inputs, **call)
+    model.model.layers[0].register_forward_hook(steer)
+    with heard() as records:
+        got = model.generate(**inputs, **call)
+    assert decoded_by_cowbeam(records)
+    assert difference(own_generate(model, **inputs, **call), got) is None
+    assert difference(plain, got) is not None
+
+
+def test_a_compiled_models_wrapper() -> None:
+    """``torch.compile(model)`` offers the model's own ``generate``: that is what is attached."""
+    model = copy.deepcopy(tiny_model("llama"))
+    inputs = padded([[3, 1, 4, 1, 5], [9, 2]])
+    compiled: Any = attach(torch.compile(model, backend="eager"), block_size=4)  # type: ignore[type-var]
+    with heard() as records:
+        got = compiled.generate(**inputs, **BEAMS)
+    assert decoded_by_cowbeam(records)
+    assert torch.equal(own_generate(model, **inputs, **BEAMS), got)
+    detach(compiled)
+    assert "generate" not in model.__dict__
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_threads_whose_calls_are_left_to_transformers() -> None:
+    """Their forward passes ran in the middle of another thread's step, with cowbeam's attention in the model."""
+    model: Any = attach(copy.deepcopy(tiny_model("qwen2")), block_size=4)
+    inputs = padded([[3, 1, 4, 1, 5] * 9, [9, 2]])
+    common = {**BEAMS, "max_new_tokens": 25}
+    calls: list[dict[str, Any]] = [common, common | {"use_cache": False}, common | {"prefill_chunk_size": 7}]
+    wanted = [own_generate(model, **inputs, **call) for call in calls]
+    wrong: list[Any] = []
+
+    def run(number: int) -> None:
+        try:
+            for _ in range(3):
+                assert torch.equal(model.generate(**inputs, **calls[number]), wanted[number])
+        except (AssertionError, RuntimeError, ValueError) as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
 def test_calls_within_and_beside_a_call() -> None:
     """A processor that asks the same model; threads: each call has memory of its own, and none waits for another."""
     model: Any = attached("qwen2", 4)
