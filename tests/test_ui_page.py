@@ -146,16 +146,43 @@ def test_a_lost_message_is_fetched_again(visitor):
     assert visitor.breaches() == []
 
 
-def test_two_searches_on_one_clock(visitor):
-    visitor.set_number("max_new_tokens", 16)
+def compared(visitor, steps=16):
+    """Four beams against four samples, started from the form."""
+    visitor.set_number("max_new_tokens", steps)
     visitor.set_number("width", 4)
     visitor.choose("Compare on one clock with", "parallel sampling")
     visitor.generate()
+
+
+def shown_modes(visitor):
+    return visitor.eval("cowbeam.shown.map(pane => pane.store.start.mode)")
+
+
+def test_two_searches_on_one_clock_linked_saved_and_read_again(visitor, tmp_path):
+    """A link led to the first search alone, and a file held nothing of the second."""
+    both = ["beam search", "parallel sampling"]
+    compared(visitor)
     visitor.wait_until_done()
-    modes = visitor.eval("cowbeam.shown.map(pane => pane.store.start.mode)")
-    assert modes == ["beam search", "parallel sampling"]
+    assert shown_modes(visitor) == both
     visitor.eval("cowbeam.clock.go(9)")
     assert visitor.eval("cowbeam.shown.map(pane => pane.state.t)") == [9, 9]
+    assert "Up to this step the first search has held" in visitor.page.inner_text("[data-o=versus]")
+    with visitor.page.expect_download() as download:
+        visitor.press("Export")
+    download.value.save_as(tmp_path / "comparison.json")
+    link = visitor.eval("cowbeam.files.link")
+    visitor.page.set_input_files("[data-o=file]", tmp_path / "comparison.json")
+    visitor.page.wait_for_selector(f"{SCOPE}[data-run=imported-1]")
+    assert shown_modes(visitor) == both
+    assert visitor.eval("cowbeam.stores.map(store => [store.last, store.breach])") == [[16, None]] * 2
+    assert visitor.eval("cowbeam.files.link") == link
+    visitor.eval(
+        "records => cowbeam.feed.open([{ run: 'imported-2', records }])", visitor.eval("cowbeam.stores[0].records()")
+    )
+    assert shown_modes(visitor) == both[:1], "and one search after two"
+    again = Visitor(visitor.context.browser, link)
+    expect(again.page.get_by_label("Compare on one clock with", exact=True)).to_have_value("parallel sampling")
+    again.close()
 
 
 def test_generate_again_leaves_the_run_before(visitor, demo):
@@ -272,6 +299,27 @@ def test_the_tour_gives_the_visitors_run_back(visitor):
     visitor.page.wait_for_function("run => cowbeam.pane.shownRun === run && cowbeam.pane.store.end", arg=run)
     assert visitor.eval("cowbeam.pane.store.last") == 30
     assert visitor.breaches() == []
+
+
+def test_the_tour_gives_both_runs_of_a_comparison_back(visitor):
+    """The second run starts while the tour is on screen: nothing of it may be lost."""
+    compared(visitor)
+    visitor.wait_for_step(4)
+    runs = visitor.eval("cowbeam.feed.runs")
+    assert len(runs) == 2
+    visitor.press("Tour")
+    visitor.page.wait_for_selector(f"{SCOPE}[data-lesson=tour]")
+    assert visitor.eval("cowbeam.shown.map(pane => pane.shownRun)") == ["example"]
+    visitor.page.wait_for_timeout(2000)
+    visitor.page.keyboard.press("Escape")
+    visitor.page.wait_for_function("() => cowbeam.stores.length === 2 && cowbeam.stores.every(store => store.end)")
+    assert visitor.eval("cowbeam.shown.map(pane => pane.shownRun)") == runs
+    assert visitor.eval("cowbeam.stores.map(store => [store.last, store.breach])") == [[16, None]] * 2
+    assert visitor.data("done") == "1"
+    visitor.press("Tour")
+    visitor.page.wait_for_selector(f"{SCOPE}[data-lesson=tour]")
+    visitor.page.keyboard.press("Escape")
+    assert shown_modes(visitor) == ["beam search", "parallel sampling"]
 
 
 def test_hostile_text_is_shown_and_never_run(visitor):

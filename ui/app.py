@@ -17,10 +17,19 @@ import gradio as gr
 
 from cowbeam.ui import answers
 from cowbeam.ui.examples import EXAMPLES
-from cowbeam.ui.form import DEFAULTS, Form, build_form, from_link, searches
+from cowbeam.ui.form import (
+    COMPARISONS,
+    DEFAULTS,
+    Form,
+    build_form,
+    comparison_from_link,
+    from_link,
+    searches,
+    searches_again,
+)
 from cowbeam.ui.frontend import read_static, script
 from cowbeam.ui.session import Sessions, refusal
-from cowbeam.ui.settings import Settings, in_form_words
+from cowbeam.ui.settings import in_form_words
 
 DEFAULT_PORT = 7860
 
@@ -40,13 +49,14 @@ def build_app(sessions: Sessions) -> gr.Blocks:
                 elem_id="brand",
             )
             form = build_form()
-            _add_examples(form)
+            with form.ideas:
+                _add_examples(form.controls)
         with gr.Column(scale=1, elem_id="stage"):
             view = gr.HTML(
                 value="",
                 html_template=read_static("scope.html"),
                 css_template=read_static("scope.css"),
-                js_on_load=script(),
+                js_on_load=script(COMPARISONS=COMPARISONS, IDEAS={e.values["prompt"]: e.shows for e in EXAMPLES}),
                 apply_default_css=False,
                 server_functions=answers.server_functions(sessions),
                 padding=False,
@@ -58,12 +68,11 @@ def build_app(sessions: Sessions) -> gr.Blocks:
     return app
 
 
-def _add_examples(form: Form) -> None:
-    names = list(form.controls)
-    rows = [[{**DEFAULTS.as_values(), **example.values}[name] for name in names] for example in EXAMPLES]
+def _add_examples(controls: dict[str, Any]) -> None:
+    rows = [[{**DEFAULTS.as_values(), **example.values}[name] for name in controls] for example in EXAMPLES]
     gr.Examples(
         rows,
-        [form.controls[name] for name in names],
+        list(controls.values()),
         example_labels=[example.label for example in EXAMPLES],
         label="Prompts that show an idea",
         elem_id="examples",
@@ -79,7 +88,7 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
         yield from stream_runs(sessions, request, lambda: searches(form.values(given), given[form.compare]))
 
     def rerun(event: gr.EventData, request: gr.Request) -> Iterator[str]:
-        yield from stream_runs(sessions, request, lambda: [Settings.from_values(event._data)])
+        yield from stream_runs(sessions, request, lambda: searches_again(event._data))
 
     def stop(request: gr.Request) -> None:
         sessions.stop(str(request.session_hash))
@@ -87,23 +96,30 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
     def forget(request: gr.Request) -> None:
         sessions.forget(str(request.session_hash))
 
-    def show_groups(mode: str) -> tuple[Any, Any]:
-        return gr.update(visible=mode != "parallel sampling"), gr.update(visible=mode.endswith("sampling"))
+    def show_groups(mode: str) -> tuple[Any, Any, Any]:
+        is_wide, is_beams, draws = mode != "greedy", mode != "parallel sampling", mode.endswith("sampling")
+        return gr.update(visible=is_wide), gr.update(visible=is_beams), gr.update(visible=draws)
 
     def follow_link(request: gr.Request) -> list[Any]:
+        query = dict(request.query_params)
+        unchanged = [gr.skip()] * (len(form.controls) + 1)
+        if not query:
+            return unchanged
         try:
-            values = from_link(dict(request.query_params)) if request.query_params else {}
+            values, comparison = from_link(query), comparison_from_link(query)
         except ValueError as error:
             gr.Warning(f"This link cannot be used: {in_form_words(str(error))}")
-            values = {}
-        return [values.get(name, gr.skip()) for name in form.controls]
+            return unchanged
+        return [*(values[name] for name in form.controls), comparison]
 
     form.generate.click(stream_form, {*form.controls.values(), form.compare}, view, trigger_mode="multiple", **stream)
     view.rerun(rerun, None, view, trigger_mode="multiple", **stream)
     form.stop.click(stop, None, None, **quick)
-    form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
+    mode, width, prompt = (form.controls[name] for name in ("mode", "width", "prompt"))
+    mode.change(show_groups, mode, [width, form.beams, form.draws], **quick)
+    prompt.change(None, prompt, None, js="prompt => window.cowbeam?.idea(prompt)", api_visibility="private")
     # Through the queue: a warning of an event outside it has no way to the page.
-    app.load(follow_link, None, list(form.controls.values()), **{**quick, "queue": True})
+    app.load(follow_link, None, [*form.controls.values(), form.compare], **{**quick, "queue": True})
     app.load(None, None, None, js=FOLD_SETTINGS, api_visibility="private")
     app.unload(forget)
 

@@ -33,7 +33,7 @@ class BudgetLesson {
 
   run() {
     const { scope } = this;
-    scope.runAgain({ num_blocks: +this.slider.value });
+    scope.runAgain([{ ...scope.pane.store.start.settings, num_blocks: +this.slider.value }]);
     scope.lessons.close();
   }
 

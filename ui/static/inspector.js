@@ -32,12 +32,18 @@ class Inspector {
     const logical = Math.floor(position / size), offset = position % size, block = this.block, slot = block * size + offset;
     this.showChoices();
     const put = (name, text) => setText(pane.output(name), text);
-    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`); put('atokensub', `b${place}, position ${position}${position < start.prompt_len ? ' (prompt)' : ''}`);
+    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`); put('atokensub', `b${place}, position ${position}`); put('atokenkey', this.likelihood(place, position));
     put('alogical', `${logical}, ${offset}`); put('alogicalsub', `${position} = ${logical} × ${size} + ${offset}`);
     put('atablek', `block table of b${place}`); put('atable', `[${logical}] → ${block}`); put('atablesub', `entry ${logical + 1} of ${state.tabs[place].length}`);
     put('aslot', String(slot)); put('aslotsub', `${block} × ${size} + ${offset}`);
     this.showBytes(block, offset);
     this.showBlock(block, logical, offset);
+  }
+
+  /* How likely the model held it. */
+  likelihood(place, position) {
+    const { store, state } = this.pane, generated = position - store.start.prompt_len;
+    return generated < 0 ? 'token of the prompt' : `token, p = ${(100 * Math.exp(store.nodes[store.nodeAt(state.live[place], generated)].logprob)).toFixed(1)} %`;
   }
 
   showNothing() {
@@ -61,7 +67,7 @@ class Inspector {
     if (!kv_heads) { put('abytes', 'differs by layer'); put('abytessub', ' '); return; }
     const row = head_dim * item_bytes, head = start.block_size * row, key = block * 2 * kv_heads * head + offset * row;
     put('abytes', `K ${key.toLocaleString('en')}`);
-    put('abyteskey', `bytes, in each of ${plural(layers, 'layer')}`);
+    put('abyteskey', `byte offset in the pool of each of ${plural(layers, 'layer')}`);
     put('abytessub', `V +${(kv_heads * head).toLocaleString('en')} · each of ${plural(kv_heads, 'head')} +${head.toLocaleString('en')}`);
   }
 

@@ -18,7 +18,7 @@ class Pane {
   /* Pool and tables stand side by side: one height, room for every branch's row. */
   get blocksHeight() { return Math.max(216, 16 + this.store.start.width * 17); }
   /* From a file: the server knows nothing of this run. */
-  get isImported() { return this.shownRun?.startsWith('imported-') ?? false; }
+  get isImported() { return isImport(this.shownRun); }
   get selectedBlock() { return this.inspector.isPinned ? this.inspector.block : null; }
 
   begin(start) {
@@ -27,6 +27,9 @@ class Pane {
     this.root.style.setProperty('--rows', start.width);
     showLegend(this);
   }
+
+  /* Nothing is shown here any more. */
+  leave() { this.store.reset(null); this.state = null; this.hover = {}; this.dirty.clear(); }
 
   /* Shows step t, or the last step before it that there is. */
   show(t) {
@@ -139,3 +142,5 @@ class Pane {
     return place === undefined ? null : { place, position };
   }
 }
+
+function isImport(run) { return run?.startsWith('imported-') ?? false; }

@@ -98,16 +98,16 @@ class TablesPanel {
     if (textWidth(context, String(block), pixels) < width - 2) context.fillText(block, x + width / 2, y + height / 2 + .5);
   }
 
-  /* The entry that the what-if lesson changed: a cross over the cell in every row that reads it. */
+  /* The entry that the what-if lesson changed, in every row that reads it: the wrong block instead of its own. */
   drawWrong(context) {
-    const { column: j } = this.pane.wrongEntry, { left, folded, column, row } = this.geometry, palette = this.pane.palette;
+    const { column: j, block } = this.pane.wrongEntry, { left, folded, column, row } = this.geometry, { palette } = this.pane;
     if (j < folded) return;
-    context.strokeStyle = palette.get('bad'); context.lineWidth = 2;
+    context.strokeStyle = context.fillStyle = palette.get('bad'); context.lineWidth = 1.5; context.font = palette.font(Math.min(11, row * .6), 700); context.textAlign = 'center'; context.textBaseline = 'middle';
     this.rows.forEach((place, i) => {
       if (!this.pane.wrongPlaces.has(place)) return;
-      const x = left + (j - folded) * column + 2, y = TABLE_TOP + i * row + 2, w = column - 4, h = row - 4;
-      roundRect(context, x, y, w, h, 3); context.stroke();
-      context.beginPath(); context.moveTo(x, y); context.lineTo(x + w, y + h); context.moveTo(x + w, y); context.lineTo(x, y + h); context.stroke();
+      const box = [left + (j - folded) * column + 2, TABLE_TOP + i * row + 1, column - 4, row - 2];
+      context.fillStyle = palette.get('panel'); roundRect(context, ...box, 3); context.fill(); context.stroke();
+      context.fillStyle = palette.get('bad'); context.fillText(`≠${block}`, box[0] + box[2] / 2, box[1] + box[3] / 2 + .5, box[2] - 2);
     });
   }
 

@@ -68,7 +68,7 @@ class WhatIfLesson {
     // Another run of the same search has the same sharing under other block ids: they are told in this run's.
     const sentence = answer.integrity.replace(/\bblock (\d+)/g, (all, id) => ids.has(+id) ? `block ${ids.get(+id)}` : all);
     const affected = places.filter((_, rank) => answer.tokens[rank].is_affected), changed = answer.tokens.filter(token => token.token_before !== token.token_after).length;
-    pane.wrongEntry = { column }; pane.wrongPlaces = new Set(affected); pane.mark('tables');
+    pane.wrongEntry = { column, block: +this.block.value }; pane.wrongPlaces = new Set(affected); pane.mark('tables');
     const readers = `${affected.length} of ${places.length} branches ${affected.length === 1 ? 'reads' : 'read'} through this entry (${affected.map(place => `b${place}`).join(', ')})`;
     const most = Math.max(...answer.tokens.map(token => token.logit_change)), rest = affected.length < places.length ? ' The others do not change.' : '';
     const summary = make('p', '', changed ? `${readers}; ${changed} of them would now choose another token.${rest}`
