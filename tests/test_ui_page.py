@@ -33,8 +33,15 @@ def test_a_run_of_ones_own_live_scrubbed_checked_exported_and_read_again(visitor
     page.fill("#prompt textarea", "List three birds.")
     visitor.set_number("max_new_tokens", 24)
     visitor.set_number("width", 4)
+    visitor.eval(
+        """() => { window.seen = []; new MutationObserver(() => {
+          const { pane, root } = cowbeam; seen.push([root.classList.contains('stale'), pane.store.last]); })
+            .observe(cowbeam.root, { attributes: true, attributeFilter: ['class'] }); }"""
+    )
     visitor.generate()
     visitor.wait_for_step(6)
+    assert [step > 0 for is_stale, step in visitor.eval("seen") if not is_stale] == [True], "not the last run's picture"
+    assert [True, 0] in visitor.eval("seen"), "while the prompt is computed"
     page.get_by_role("slider", name="Decode step").focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")

@@ -33,7 +33,10 @@ class Feed {
       return true;
     }
     if (pane.isWaiting) return false;
-    return record.t <= pane.store.last || pane.store.push(record);
+    if (record.t <= pane.store.last) return true;
+    const isTaken = pane.store.push(record);
+    if (isTaken && record.t === 1 && side === 0) scope.runShown();
+    return isTaken;
   }
 
   /* Of the pane on this side; the other side's gaps wait their turn. */

@@ -3,7 +3,7 @@
 class Pane {
   constructor(root, palette, hooks) {
     Object.assign(this, { root, palette, hooks, store: new TraceStore(), state: null, run: null, shownRun: null, isWaiting: true, hover: {}, colour: 'sharers', rowOrder: 'tree',
-                          fitAll: false, logScale: false, isCompared: false, isStill: false, shownAt: 0, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
+                          fitAll: false, logScale: false, isStill: false, shownAt: 0, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
     this.outputs = new Map([...root.querySelectorAll('[data-o]')].map(e => [e.dataset.o, e]));
     this.panels = { pool: new PoolPanel(this), tables: new TablesPanel(this), tree: new TreePanel(this), memory: new MemoryPanel(this) };
     this.inspector = new Inspector(this);

@@ -38,16 +38,21 @@ class Scope {
 
   runBegun(start, side) {
     this.compare(side === 1);
-    if (side === 0) { this.lessons.close(); this.badges.showFacts(start); this.clock.t = 0; }
+    if (side === 0) { this.lessons.close(); this.badges.showFacts(start); this.clock.t = 0; this.root.classList.add('stale'); }
     this.badges.forget();
     this.panes[side].measuredCopies = null; this.root.dataset.mode = start.mode;
-    this.note(IDEAS[start.prompt] ?? ''); this.namePanes(); this.badges.showMeasured();
+    this.note(side ? this.ideaOf(start) : `computing the prompt, ${plural(start.prompt_len, 'token')}`); this.namePanes(); this.badges.showMeasured();
   }
+
+  /* The first step is there. */
+  runShown() { this.root.classList.remove('stale'); this.note(this.ideaOf(this.pane.store.start)); }
 
   runEnded(end, isLast) {
     if (end.message || end.reason === 'stopped') this.note(end.message ?? 'stopped');
     if (isLast) this.root.dataset.done = '1';
   }
+
+  ideaOf(start) { return IDEAS[start.prompt] ?? ''; }
 
   /* The prompt in the form: one of the examples is told what it shows. */
   idea(prompt) { if (IDEAS[prompt]) this.note(`${IDEAS[prompt]} Press Generate.`); }
@@ -116,7 +121,6 @@ class Scope {
   compare(on) {
     const [first, second] = this.panes;
     second.root.hidden = !on; this.root.classList.toggle('compared', on);
-    for (const pane of this.panes) pane.isCompared = on;
     if (!on) second.leave();
     for (const name of ['tables', 'tree']) for (const pane of this.panes) pane.canvas(name).style.height = '';
     first.forgetLook(); second.forgetLook();

@@ -10,7 +10,7 @@ class TreePanel {
 
   draw() {
     const { pane } = this, { store, state } = pane;
-    if (!pane.isCompared) this.surface.setHeight(Math.min(440, Math.max(230, 60 + store.start.width * 22)));
+    this.surface.setHeight(Math.min(440, Math.max(230, 60 + store.start.width * 22)));
     const context = this.surface.begin();
     this.view = this.chooseView();
     const nodes = this.visibleNodes(), moving = this.arrange(nodes);
