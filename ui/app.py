@@ -30,6 +30,7 @@ from cowbeam.ui.form import (
 from cowbeam.ui.frontend import read_static, script
 from cowbeam.ui.session import Sessions, refusal
 from cowbeam.ui.settings import in_form_words
+from cowbeam.ui.theme import theme
 
 DEFAULT_PORT = 7860
 
@@ -132,34 +133,6 @@ def stream_runs(sessions: Sessions, request: gr.Request, wanted: Any) -> Iterato
         yield refusal(str(error))
         return
     yield from sessions.messages(runs)
-
-
-def theme() -> gr.themes.Base:
-    """Weights 400 and 700 only: the 600 files that come with Gradio 6.31 hold no Latin letters."""
-    return gr.themes.Base(
-        primary_hue="sky",
-        neutral_hue="slate",
-        font=[gr.themes.LocalFont("IBM Plex Sans", weights=(400, 700)), "ui-sans-serif", "system-ui", "sans-serif"],
-        font_mono=[gr.themes.LocalFont("IBM Plex Mono", weights=(400, 700)), "ui-monospace", "monospace"],
-    ).set(
-        body_background_fill="#f4f6f9",
-        body_background_fill_dark="#0a0f17",
-        background_fill_primary_dark="#111925",
-        block_background_fill_dark="#111925",
-        border_color_primary_dark="#223045",
-        block_title_text_color="#17202e",
-        block_title_text_color_dark="#e8eef8",
-        block_info_text_color="#566274",
-        block_info_text_color_dark="#95a5ba",
-        body_text_color_subdued="#566274",
-        body_text_color_subdued_dark="#95a5ba",
-        input_background_fill_dark="#0d141f",
-        button_primary_background_fill="#0072b2",
-        button_primary_background_fill_hover="#005e93",
-        button_primary_background_fill_dark="#56b4e9",
-        button_primary_background_fill_hover_dark="#7cc6f0",
-        button_primary_text_color_dark="#0a0f17",
-    )
 
 
 def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: bool = True) -> None:

@@ -8,7 +8,9 @@ class Badges {
 
   showFacts(start) {
     const { scope } = this, kind = start.mode.includes('beam') ? 'beam' : start.width > 1 ? 'sample' : 'branch';
-    const facts = [...(scope.pane.isImported ? ['from a file'] : []), start.model, start.dtype, start.device, start.mode, plural(start.width, kind), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
+    const where = [...(scope.pane.isImported ? ['from a file'] : []), start.model, start.dtype, start.device];
+    const what = [start.mode, plural(start.width, kind), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
+    const facts = [...where, ...what];
     scope.output('facts').replaceChildren(...facts.map(fact => make('span', '', fact)));
     const prompt = visibleText(start.prompt);
     setText(scope.output('prompt'), `“${shorten(prompt, 110)}”`); scope.output('prompt').title = shorten(prompt, 2000);

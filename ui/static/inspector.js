@@ -32,7 +32,8 @@ class Inspector {
     const logical = Math.floor(position / size), offset = position % size, block = this.block, slot = block * size + offset;
     this.showChoices();
     const put = (name, text) => setText(pane.output(name), text);
-    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`); put('atokensub', `b${place}, position ${position}`); put('atokenkey', this.likelihood(place, position));
+    put('atokenkey', this.likelihood(place, position)); put('atokensub', `b${place}, position ${position}`);
+    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`);
     put('alogical', `${logical}, ${offset}`); put('alogicalsub', `${position} = ${logical} × ${size} + ${offset}`);
     put('atablek', `block table of b${place}`); put('atable', `[${logical}] → ${block}`); put('atablesub', `entry ${logical + 1} of ${state.tabs[place].length}`);
     put('aslot', String(slot)); put('aslotsub', `${block} × ${size} + ${offset}`);
@@ -54,7 +55,7 @@ class Inspector {
 
   showChoices() {
     const { pane } = this, list = pane.output('atplace'), places = occupied(pane.state), key = places.join();
-    if (list.dataset.key !== key) { list.dataset.key = key; list.replaceChildren(...places.map(place => { const option = make('option', '', `b${place}`); option.value = place; return option; })); }
+    if (list.dataset.key !== key) { list.dataset.key = key; list.replaceChildren(...places.map(place => choice(place, `b${place}`))); }
     list.value = this.place;
     const input = pane.output('atposition');
     input.max = pane.state.len[this.place] - 1;
@@ -83,7 +84,8 @@ class Inspector {
   lifeText(block) {
     const { store, state } = this.pane, life = store.lifeAt(block, state.t);
     if (!life) return '';
-    const birth = life.how === 'cow' ? `copied from block ${life.source} at step ${life.born} for b${life.place} (${plural(life.copied, 'token')} carried over)` : `allocated at step ${life.born} for b${life.place}`;
+    const isCopy = life.how === 'cow', when = `at step ${life.born} for b${life.place}`;
+    const birth = isCopy ? `copied from block ${life.source} ${when} (${plural(life.copied, 'token')} carried over)` : `allocated ${when}`;
     const lives = store.lives.get(block).filter(other => other.born <= state.t).length;
     return `${birth} · ${life.freed === Infinity ? 'still held' : `freed at step ${life.freed}`}${lives > 1 ? ` · life ${lives} of this block` : ''} · held by:`;
   }
@@ -91,7 +93,11 @@ class Inspector {
   showCells(block, logical, offset) {
     const { store, state } = this.pane, size = store.start.block_size, filled = Math.min(size, state.len[this.place] - logical * size), cells = this.pane.output('acells');
     while (cells.children.length > size) cells.lastChild.remove();
-    while (cells.children.length < size) { const cell = make('li'), at = cells.children.length; cell.addEventListener('click', () => this.pane.select(this.place, this.first + at, true)); cells.append(cell); }
+    while (cells.children.length < size) {
+      const cell = make('li'), at = cells.children.length;
+      cell.addEventListener('click', () => this.pane.select(this.place, this.first + at, true));
+      cells.append(cell);
+    }
     this.first = logical * size;
     for (let i = 0; i < size; i++) {
       const cell = cells.children[i];

@@ -99,7 +99,8 @@ class Pane {
     let tokens = 0, text = '';
     if (from > 0 && ancestor >= 0) { const path = store.path(ancestor); tokens = path.length; text = visibleText(store.text(path)); }
     const branches = occupied(state).length;
-    setText(this.output('trunkhint'), tokens ? branches > 1 ? `agreed by all ${branches} branches, ${plural(tokens, 'token')}: ` : `${plural(tokens, 'token')}: ` : branches > 1 && from > 0 ? 'not one token agreed by all branches yet' : ' ');
+    const agreed = branches > 1 ? `agreed by all ${branches} branches, ${plural(tokens, 'token')}: ` : `${plural(tokens, 'token')}: `;
+    setText(this.output('trunkhint'), tokens ? agreed : branches > 1 && from > 0 ? 'not one token agreed by all branches yet' : ' ');
     const { width } = this.panels.tree.surface, room = Math.floor((width > 560 ? width - 250 : width) / 6.95);  // below the hint where it is narrow
     setText(this.output('trunk'), text.length > room ? '…' + text.slice(1 - room) : text);
   }

@@ -42,13 +42,9 @@ class PoolPanel {
     for (let block = 0; block < state.ref.length; block++) {
       const sharers = state.ref[block];
       if (!sharers) continue;
-      const [x, y, width, height] = this.inner(block), share = (fills.get(block) ?? store.start.block_size) / store.start.block_size;
+      const box = this.inner(block), share = (fills.get(block) ?? store.start.block_size) / store.start.block_size;
       context.fillStyle = byIdentity ? identityColour(block) : palette.bySharers(sharers);
-      if (share < 1) {
-        context.globalAlpha = .3; roundRect(context, x, y, width, height, radius); context.fill(); context.globalAlpha = 1;
-        context.save(); context.clip(); context.fillRect(x, y + height * (1 - share), width, height * share); context.restore();
-      } else if (radius) { roundRect(context, x, y, width, height, radius); context.fill(); }
-      else context.fillRect(x, y, width, height);
+      if (share < 1 || radius) fillBox(context, box, radius, share, true); else context.fillRect(...box);
       if (tall >= 15) labels.push([block, sharers, share]);
     }
     const moving = this.drawEvents(context);
@@ -90,8 +86,7 @@ class PoolPanel {
   drawEvents(context) {
     const { pane } = this, { palette, state } = pane, age = pane.age(700), { tall } = this.grid;
     const ring = (block, colour, width, alpha) => {
-      context.globalAlpha = alpha; context.strokeStyle = palette.get(colour); context.lineWidth = Math.min(width, tall * .3);
-      roundRect(context, ...this.inner(block), tall * .18); context.stroke(); context.globalAlpha = 1;
+      context.globalAlpha = alpha; strokeBox(context, this.inner(block), tall * .18, palette.get(colour), Math.min(width, tall * .3)); context.globalAlpha = 1;
     };
     for (const [kind, a, b] of pane.frame.ev) {
       if (kind === 'free' && !state.ref[a]) ring(a, 'free', 1.5, 1 - age * .6);
@@ -117,6 +112,6 @@ class PoolPanel {
     const { pane } = this, { wide, tall } = this.grid, block = pane.hover.block ?? pane.selectedBlock;
     if (block === null || block === undefined) return;
     const [x, y] = this.corner(block);
-    context.strokeStyle = pane.palette.get('ink'); context.lineWidth = 2; roundRect(context, x + .5, y + .5, wide - 1, tall - 1, tall * .2); context.stroke();
+    strokeBox(context, [x + .5, y + .5, wide - 1, tall - 1], tall * .2, pane.palette.get('ink'), 2);
   }
 }

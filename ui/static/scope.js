@@ -127,8 +127,8 @@ class Scope {
   }
 
   namePanes() {
-    const starts = this.panes.map(pane => pane.store.start);
-    for (const pane of this.panes) setText(pane.output('panename'), !starts[1] || !pane.store.start ? '' : `${pane.store.start.mode} · ${pane.store.start.width} branches · blocks of ${pane.store.start.block_size}`);
+    const starts = this.panes.map(pane => pane.store.start), name = start => `${start.mode} · ${start.width} branches · blocks of ${start.block_size}`;
+    this.panes.forEach((pane, side) => setText(pane.output('panename'), starts[0] && starts[1] ? name(starts[side]) : ''));
   }
 
   /* ---- drawing ---- */
@@ -164,8 +164,8 @@ class Scope {
       log: () => all(pane => { pane.logScale = !pane.logScale; pane.mark('memory'); }),
       tour: () => this.lessons.open('tour'), budget: () => this.lessons.open('budget'), whatif: () => this.lessons.open('whatif'),
       lessonprev: () => this.lessons.turn(-1), lessonnext: () => this.lessons.turn(1), lessonclose: () => this.lessons.close(),
-      export: () => this.files.save(), import: () => this.output('file').click(), picture: () => this.files.savePicture(), theme: () => document.body.classList.toggle('dark'), link: () => this.files.copyLink(),
-      check: () => this.badges.check(),
+      export: () => this.files.save(), import: () => this.output('file').click(), picture: () => this.files.savePicture(),
+      link: () => this.files.copyLink(), check: () => this.badges.check(), theme: () => document.body.classList.toggle('dark'),
     };
   }
 

@@ -2,6 +2,8 @@
 
 function make(tag, className, text) { const e = document.createElement(tag); if (className) e.className = className; if (text !== undefined) e.textContent = text; return e; }
 
+function choice(value, text) { const option = make('option', '', text); option.value = value; return option; }
+
 function setText(target, text) { if (target.textContent !== text) target.textContent = text; }
 
 const saved = (ours, theirs) => theirs > 0 ? `${ours <= theirs ? '−' : '+'}${Math.abs(100 * (1 - ours / theirs)).toFixed(0)} %` : '–';
@@ -10,13 +12,16 @@ const saved = (ours, theirs) => theirs > 0 ? `${ours <= theirs ? '−' : '+'}${M
 function showFigures(pane) {
   const { store, state, frame } = pane, { start } = store, { mem } = frame, stat = store.stats[state.t - 1], put = (name, text) => setText(pane.output(name), text);
   const entries = state.tabs.reduce((sum, table) => sum + table.length, 0);
-  put('step', String(state.t)); put('stepsub', !occupied(state).length ? 'the search is over' : frame.ms === undefined ? 'of a recorded run' : state.t === 1 ? `${frame.ms.toFixed(0)} ms, prompt included` : `${frame.ms.toFixed(1)} ms for this step`);
-  put('used', stat.used.toLocaleString('en')); put('usedof', `of ${start.num_blocks.toLocaleString('en')}`); put('usedsub', `${formatBytes(mem.used)} · peak ${stat.peak.toLocaleString('en')}`);
+  put('step', String(state.t)); put('stepsub', occupied(state).length ? timeOf(frame) : 'the search is over');
+  put('used', stat.used.toLocaleString('en')); put('usedof', `of ${start.num_blocks.toLocaleString('en')}`);
+  put('usedsub', `${formatBytes(mem.used)} · peak ${stat.peak.toLocaleString('en')}`);
   put('share', stat.used ? `${(entries / stat.used).toFixed(2)}×` : '–');
   put('copies', saved(mem.used, mem.copies)); put('copiessub', `${formatBytes(mem.copies)} with copies`);
   put('reserve', saved(mem.used, mem.contiguous)); put('reservesub', `${formatBytes(mem.contiguous)} reserved`);
   put('cows', stat.cowTotal.toLocaleString('en')); put('cowsnow', `${stat.cow} now`); put('cowssub', `${formatBytes(stat.copiedTotal * start.bytes_per_token)} carried over`);
 }
+
+function timeOf({ t, ms }) { return ms === undefined ? 'of a recorded run' : t === 1 ? `${ms.toFixed(0)} ms, prompt included` : `${ms.toFixed(1)} ms for this step`; }
 
 function branchRow(pane) {
   const row = make('li');
@@ -128,7 +133,12 @@ function showLegend(pane) {
 
 /* Two searches on one clock, in one sentence: their greatest memory up to here, and what they copied. */
 function comparisonSentence(panes) {
-  const [first, second] = panes.map(({ store, state }) => ({ bytes: store.stats[state.t - 1].peak * store.bytesPerBlock, copied: store.stats[state.t - 1].copiedTotal * store.start.bytes_per_token }));
+  const [first, second] = panes.map(({ store, state }) => {
+    const { peak, copiedTotal } = store.stats[state.t - 1];
+    return { bytes: peak * store.bytesPerBlock, copied: copiedTotal * store.start.bytes_per_token };
+  });
   const less = Math.abs(1 - first.bytes / second.bytes), which = first.bytes < second.bytes ? 'less' : 'more';
-  return `Up to this step the first search has held ${formatBytes(first.bytes)} at most, the second ${formatBytes(second.bytes)}${less < .005 ? ', as much' : `: the first ${(100 * less).toFixed(0)} % ${which}`}. Copied on write: ${formatBytes(first.copied)} against ${formatBytes(second.copied)}.`;
+  const difference = less < .005 ? ', as much' : `: the first ${(100 * less).toFixed(0)} % ${which}`;
+  return `Up to this step the first search has held ${formatBytes(first.bytes)} at most, the second ${formatBytes(second.bytes)}${difference}. `
+    + `Copied on write: ${formatBytes(first.copied)} against ${formatBytes(second.copied)}.`;
 }
