@@ -66,18 +66,18 @@ def what_if(page: Page) -> None:
 
 
 Picture = tuple[Callable[[Page], None], dict[str, int], tuple[str, ...]]
-BOTH, DARK = ("dark", "light"), ("dark",)
+BOTH = ("dark", "light")
 PICTURES: dict[str, Picture] = {
     "beam-search": (recorded, DESKTOP, BOTH),
     "sixteen-beams": (lambda page: run(page, "Many short beams", 40), DESKTOP, BOTH),
-    "long-prompt": (lambda page: run(page, "A long shared prompt", 40), DESKTOP, DARK),
+    "long-prompt": (lambda page: run(page, "A long shared prompt", 40), DESKTOP, BOTH),
     "parallel-sampling": (lambda page: run(page, "Samples that part at once", 24), DESKTOP, BOTH),
     "greedy": (lambda page: run(page, "One greedy branch", 30), DESKTOP, BOTH),
     "beam-sampling": (lambda page: run(page, "Beam sampling", 40), DESKTOP, BOTH),
     "comparison": (compare, DESKTOP, BOTH),
-    "tour": (tour, DESKTOP, DARK),
-    "out-of-memory": (budget, DESKTOP, DARK),
-    "what-if": (what_if, DESKTOP, DARK),
+    "tour": (tour, DESKTOP, BOTH),
+    "out-of-memory": (budget, DESKTOP, BOTH),
+    "what-if": (what_if, DESKTOP, BOTH),
     "phone": (recorded, PHONE, BOTH),
 }
 
@@ -109,7 +109,7 @@ def take(browser: Any, url: str, name: str) -> None:
         page.wait_for_timeout(500)
         shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
         target = DOCS / f"{name}-{scheme}.png"
-        shot.convert("RGB").quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        shot.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
             target, optimize=True
         )
         print(f"{target.name}: {shot.size[0]} × {shot.size[1]}, {target.stat().st_size:,} bytes", flush=True)

@@ -42,12 +42,31 @@ def test_random_runs_obey_the_invariant_and_equal_the_stats(visitor, demo, seed)
     shown = visitor.eval("cowbeam.pane.store.stats.at(-1)")
     assert (shown["cowTotal"], shown["peak"]) == (result.stats.cow_copies, result.stats.peak_blocks)
     assert visitor.eval("cowbeam.pane.store.last") == result.stats.steps
+    assert_tiles_are(visitor, result.stats)
     texts = [completion.text.rstrip("\N{REPLACEMENT CHARACTER}") for completion in result.completions]
     ends = visitor.eval(
         "() => { const { store } = cowbeam.pane;"
         " return store.at(store.last).finished.map(end => store.text(store.path(end[4]))); }"
     )
     assert [text.rstrip("\N{REPLACEMENT CHARACTER}") for text in ends] == texts
+
+
+def assert_tiles_are(visitor, stats):
+    """What is written on the page, not what its script holds."""
+    text = lambda name: visitor.page.locator(f"[data-o={name}]").first.inner_text()  # noqa: E731
+    visitor.eval("cowbeam.clock.go(cowbeam.clock.last)")
+    assert [text("step"), text("cows")] == [str(stats.steps), f"{stats.cow_copies:,}"]
+    assert text("usedsub").endswith(f"peak {stats.peak_blocks:,}")
+    assert f"prompt of {stats.prefill_tokens:,} token" in text("facts")
+    visitor.eval(
+        "peak => cowbeam.clock.go(1 + cowbeam.pane.store.stats.findIndex(s => s.used === peak))", stats.peak_blocks
+    )
+    assert text("used") == f"{stats.peak_blocks:,}"
+    assert (
+        visitor.eval("cowbeam.pane.frame.mem.used")
+        == stats.peak_memory.used
+        == stats.peak_blocks * stats.bytes_per_block
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,7 +9,7 @@ import pytest
 
 from cowbeam.decoder import BeamSearchParams, SamplingParams
 from cowbeam.ui.examples import EXAMPLES
-from cowbeam.ui.form import COMPARISONS, DEFAULTS, from_link, searches
+from cowbeam.ui.form import COMPARISONS, DEFAULTS, comparison_from_link, from_link, searches, searches_again
 from cowbeam.ui.settings import LABELS, MODES, Settings, in_form_words
 
 
@@ -75,7 +75,7 @@ def test_the_page_refuses_in_the_words_of_its_form(changes, sentence):
 def test_refusals_of_the_decoder_are_in_the_forms_words_too():
     sentence = "a prompt of 9 tokens and max_new_tokens=512 exceed the model's 64 positions"
     assert in_form_words(sentence) == "a prompt of 9 tokens and “New tokens” 512 exceed the model's 64 positions"
-    assert LABELS.keys() == DEFAULTS.as_values().keys()
+    assert LABELS.keys() == {*DEFAULTS.as_values(), "compare"}
 
 
 @pytest.mark.parametrize("values", [None, [], "prompt", 3, {}])
@@ -130,6 +130,25 @@ def test_comparisons_differ_in_what_they_name(comparison):
     assert first == DEFAULTS
     changed = {k: v for s in second for k, v in s.as_values().items() if v != first.as_values()[k]}
     assert changed == {k: v for k, v in COMPARISONS[comparison].items() if v != first.as_values()[k]}
+
+
+def test_a_link_may_name_a_comparison():
+    assert [comparison_from_link({"compare": name}) for name in COMPARISONS] == list(COMPARISONS)
+    assert comparison_from_link({"width": "3"}) == "nothing"
+    with pytest.raises(ValueError, match="compare must be one of nothing, parallel sampling") as refused:
+        comparison_from_link({"compare": "x" * 10**6})
+    assert in_form_words(str(refused.value)).startswith("“Compare on one clock with” must be")
+    assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("data", [None, 3, "x", [], [{}] * 3, [{"prompt": "a"}, 3], {"prompt": "a", "runs": 9}])
+def test_the_page_may_ask_for_one_or_two_searches(data):
+    """What a lesson or a file runs again comes from the browser, so from anybody."""
+    with pytest.raises(ValueError, match=r"one or two searches|settings must be|prompt is missing|no setting"):
+        searches_again(data)
+    one = {"prompt": "a", "width": 3}
+    assert searches_again([one, {**one, "block_size": 4}])[1].block_size == 4
+    assert searches_again(one) == searches_again([one])
 
 
 def test_examples_are_searches():

@@ -91,18 +91,20 @@ def records():
 
 
 def parse(page, text):
-    """The records of a file, or the sentence that refuses it."""
-    return page.evaluate("text => { try { return parseTrace(text); } catch (error) { return error.message; } }", text)
+    """The lists of records of a file, or the sentence that refuses it."""
+    return page.evaluate("text => { try { return parseTraces(text); } catch (error) { return error.message; } }", text)
 
 
 def test_a_saved_trace_is_read_again(page, records):
     saved = json.loads(json.dumps(records))
-    assert parse(page, json.dumps({"records": records})) == saved
-    assert parse(page, json.dumps(records)) == saved
+    assert parse(page, json.dumps({"records": records})) == [saved]
+    assert parse(page, json.dumps(records)) == [saved]
+    assert parse(page, page.evaluate("traceFile", [saved, saved])) == [saved, saved], "a comparison is two"
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "null", "[]", "3", '{"records": 3}', "[null]", '[{"type":"step"}]', '["start"]']
+    "text",
+    ["", "{", "null", "[]", "3", '{"records": 3}', '{"compared": [1]}', "[null]", '[{"type":"step"}]', '["start"]'],
 )
 def test_files_that_hold_no_trace_get_a_sentence(page, text):
     assert isinstance(parse(page, text), str)

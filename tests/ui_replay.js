@@ -37,7 +37,7 @@ function splitBlock(tables, t) {
 /* "read", or the sentence that refuses the file; an exception after that is a fault of the check. */
 function readFile(text) {
   let records;
-  try { records = parseTrace(text); } catch (error) { return error.message; }
+  try { [records] = parseTraces(text); } catch (error) { return error.message; }
   const store = new TraceStore();
   store.reset(records[0]);
   for (const record of records.slice(1)) if (record.type === 'step') store.push(record);

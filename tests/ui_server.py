@@ -37,25 +37,56 @@ class LetterTokenizer:
         return "".join(chr(97 + token_id % 26) for token_id in token_ids)
 
 
-def tiny_decoders() -> Decoders:
+class HostileTokenizer(LetterTokenizer):
+    """A model whose words are scripts, markup, templates, and characters that hide or turn round what follows."""
+
+    WORDS = (
+        " ${window.__p=1}", "{{constructor}}", "<script>window.__p=2</script>", "<img src=x onerror=window.__p=3>",
+        "\"'`", "\u202eevil", "\u200b", "</div></body>", "\\u003cb>", "\N{COW FACE}", "-->", "\x00\x1b[2J", "\n\r\t",
+        "%s{0}", "javascript:window.__p=4", "\u0627\u0644", "`+(window.__p=5)+`",
+    )  # fmt: skip
+
+    def decode(self, token_ids: list[int], **_: Any) -> str:
+        return "".join(self.WORDS[token_id % len(self.WORDS)] for token_id in token_ids)
+
+
+def tiny_decoders(tokenizer: LetterTokenizer | None = None) -> Decoders:
     """The demo's decoders over a random model: milliseconds a step."""
-    return Decoders(Decoder(tiny_model("llama"), LetterTokenizer(), block_size=8, num_blocks=8))
+    return Decoders(Decoder(tiny_model("llama"), tokenizer or LetterTokenizer(), block_size=8, num_blocks=8))
 
 
 @contextmanager
-def running_demo() -> Iterator[tuple[str, Sessions]]:
-    """The demo with the default model; its address and its sessions."""
+def no_outside_host() -> Iterator[None]:
+    """This process looks up no host but this machine meanwhile: no telemetry, no hub."""
+    asked, look_up = set(), socket.getaddrinfo
+
+    def noting(host: Any, *arguments: Any, **options: Any) -> Any:
+        asked.add(host.decode() if isinstance(host, bytes) else host)
+        return look_up(host, *arguments, **options)
+
+    socket.getaddrinfo = noting
+    try:
+        yield
+    finally:
+        socket.getaddrinfo = look_up
+    assert asked <= {None, "127.0.0.1", "localhost"}, asked
+
+
+@contextmanager
+def running_demo(sessions: Sessions | None = None) -> Iterator[tuple[str, Sessions]]:
+    """The demo, with the default model unless told otherwise; its address and its sessions."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    sessions = open_sessions(device="cpu")
-    app = build_app(sessions)
-    launch(app, host="127.0.0.1", port=port, block=False)
-    try:
-        yield f"http://127.0.0.1:{port}/", sessions
-    finally:
-        app.close(verbose=False)
-        sessions.close()
+    with no_outside_host():
+        sessions = sessions or open_sessions(device="cpu")
+        app = build_app(sessions)
+        launch(app, host="127.0.0.1", port=port, block=False)
+        try:
+            yield f"http://127.0.0.1:{port}/", sessions
+        finally:
+            app.close(verbose=False)
+            sessions.close()
 
 
 @contextmanager
@@ -143,5 +174,7 @@ class Visitor:
         self.errors = [error for error in self.errors if not error.startswith(noise)]
 
     def close(self) -> None:
-        """Close the tab."""
+        """Close the tab, in which nothing may have gone wrong."""
         self.context.close()
+        assert self.errors == []
+        assert self.outside == [], "nothing may be asked of an outside host"

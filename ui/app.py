@@ -17,10 +17,20 @@ import gradio as gr
 
 from cowbeam.ui import answers
 from cowbeam.ui.examples import EXAMPLES
-from cowbeam.ui.form import DEFAULTS, Form, build_form, from_link, searches
+from cowbeam.ui.form import (
+    COMPARISONS,
+    DEFAULTS,
+    Form,
+    build_form,
+    comparison_from_link,
+    from_link,
+    searches,
+    searches_again,
+)
 from cowbeam.ui.frontend import read_static, script
 from cowbeam.ui.session import Sessions, refusal
-from cowbeam.ui.settings import Settings, in_form_words
+from cowbeam.ui.settings import in_form_words
+from cowbeam.ui.theme import theme
 
 DEFAULT_PORT = 7860
 
@@ -40,13 +50,14 @@ def build_app(sessions: Sessions) -> gr.Blocks:
                 elem_id="brand",
             )
             form = build_form()
-            _add_examples(form)
+            with form.ideas:
+                _add_examples(form.controls)
         with gr.Column(scale=1, elem_id="stage"):
             view = gr.HTML(
                 value="",
                 html_template=read_static("scope.html"),
                 css_template=read_static("scope.css"),
-                js_on_load=script(),
+                js_on_load=script(COMPARISONS=COMPARISONS, IDEAS={e.values["prompt"]: e.shows for e in EXAMPLES}),
                 apply_default_css=False,
                 server_functions=answers.server_functions(sessions),
                 padding=False,
@@ -58,12 +69,11 @@ def build_app(sessions: Sessions) -> gr.Blocks:
     return app
 
 
-def _add_examples(form: Form) -> None:
-    names = list(form.controls)
-    rows = [[{**DEFAULTS.as_values(), **example.values}[name] for name in names] for example in EXAMPLES]
+def _add_examples(controls: dict[str, Any]) -> None:
+    rows = [[{**DEFAULTS.as_values(), **example.values}[name] for name in controls] for example in EXAMPLES]
     gr.Examples(
         rows,
-        [form.controls[name] for name in names],
+        list(controls.values()),
         example_labels=[example.label for example in EXAMPLES],
         label="Prompts that show an idea",
         elem_id="examples",
@@ -79,7 +89,7 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
         yield from stream_runs(sessions, request, lambda: searches(form.values(given), given[form.compare]))
 
     def rerun(event: gr.EventData, request: gr.Request) -> Iterator[str]:
-        yield from stream_runs(sessions, request, lambda: [Settings.from_values(event._data)])
+        yield from stream_runs(sessions, request, lambda: searches_again(event._data))
 
     def stop(request: gr.Request) -> None:
         sessions.stop(str(request.session_hash))
@@ -87,23 +97,30 @@ def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> N
     def forget(request: gr.Request) -> None:
         sessions.forget(str(request.session_hash))
 
-    def show_groups(mode: str) -> tuple[Any, Any]:
-        return gr.update(visible=mode != "parallel sampling"), gr.update(visible=mode.endswith("sampling"))
+    def show_groups(mode: str) -> tuple[Any, Any, Any]:
+        is_wide, is_beams, draws = mode != "greedy", mode != "parallel sampling", mode.endswith("sampling")
+        return gr.update(visible=is_wide), gr.update(visible=is_beams), gr.update(visible=draws)
 
     def follow_link(request: gr.Request) -> list[Any]:
+        query = dict(request.query_params)
+        unchanged = [gr.skip()] * (len(form.controls) + 1)
+        if not query:
+            return unchanged
         try:
-            values = from_link(dict(request.query_params)) if request.query_params else {}
+            values, comparison = from_link(query), comparison_from_link(query)
         except ValueError as error:
             gr.Warning(f"This link cannot be used: {in_form_words(str(error))}")
-            values = {}
-        return [values.get(name, gr.skip()) for name in form.controls]
+            return unchanged
+        return [*(values[name] for name in form.controls), comparison]
 
     form.generate.click(stream_form, {*form.controls.values(), form.compare}, view, trigger_mode="multiple", **stream)
     view.rerun(rerun, None, view, trigger_mode="multiple", **stream)
     form.stop.click(stop, None, None, **quick)
-    form.controls["mode"].change(show_groups, form.controls["mode"], [form.beams, form.draws], **quick)
+    mode, width, prompt = (form.controls[name] for name in ("mode", "width", "prompt"))
+    mode.change(show_groups, mode, [width, form.beams, form.draws], **quick)
+    prompt.change(None, prompt, None, js="prompt => window.cowbeam?.idea(prompt)", api_visibility="private")
     # Through the queue: a warning of an event outside it has no way to the page.
-    app.load(follow_link, None, list(form.controls.values()), **{**quick, "queue": True})
+    app.load(follow_link, None, [*form.controls.values(), form.compare], **{**quick, "queue": True})
     app.load(None, None, None, js=FOLD_SETTINGS, api_visibility="private")
     app.unload(forget)
 
@@ -116,34 +133,6 @@ def stream_runs(sessions: Sessions, request: gr.Request, wanted: Any) -> Iterato
         yield refusal(str(error))
         return
     yield from sessions.messages(runs)
-
-
-def theme() -> gr.themes.Base:
-    """Weights 400 and 700 only: the 600 files that come with Gradio 6.31 hold no Latin letters."""
-    return gr.themes.Base(
-        primary_hue="sky",
-        neutral_hue="slate",
-        font=[gr.themes.LocalFont("IBM Plex Sans", weights=(400, 700)), "ui-sans-serif", "system-ui", "sans-serif"],
-        font_mono=[gr.themes.LocalFont("IBM Plex Mono", weights=(400, 700)), "ui-monospace", "monospace"],
-    ).set(
-        body_background_fill="#f4f6f9",
-        body_background_fill_dark="#0a0f17",
-        background_fill_primary_dark="#111925",
-        block_background_fill_dark="#111925",
-        border_color_primary_dark="#223045",
-        block_title_text_color="#17202e",
-        block_title_text_color_dark="#e8eef8",
-        block_info_text_color="#566274",
-        block_info_text_color_dark="#95a5ba",
-        body_text_color_subdued="#566274",
-        body_text_color_subdued_dark="#95a5ba",
-        input_background_fill_dark="#0d141f",
-        button_primary_background_fill="#0072b2",
-        button_primary_background_fill_hover="#005e93",
-        button_primary_background_fill_dark="#56b4e9",
-        button_primary_background_fill_hover_dark="#7cc6f0",
-        button_primary_text_color_dark="#0a0f17",
-    )
 
 
 def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from reprlib import repr as shown
 from typing import Any
 
 import gradio as gr
@@ -39,9 +40,10 @@ _HELP = {
 
 @dataclasses.dataclass
 class Form:
-    """The controls by the name of their setting, and the groups that only some modes use."""
+    """The controls by the name of their setting, a place for examples, and the groups that only some modes use."""
 
     controls: dict[str, Any]
+    ideas: Any
     compare: Any
     beams: Any
     draws: Any
@@ -62,9 +64,10 @@ def build_form() -> Form:
     with gr.Row():
         generate = gr.Button("Generate", variant="primary", elem_id="generate", min_width=90)
         stop = gr.Button("Stop", elem_id="stop", min_width=60)
+    ideas = gr.Column(elem_id="ideas")  # filled when all controls are there
     with gr.Accordion("Settings", open=True, elem_id="settings"):
         compare, beams, draws = _settings_controls(c)
-    return Form(c, compare, beams, draws, generate, stop)
+    return Form(c, ideas, compare, beams, draws, generate, stop)
 
 
 def _settings_controls(c: dict[str, Any]) -> tuple[Any, Any, Any]:
@@ -82,7 +85,7 @@ def _settings_controls(c: dict[str, Any]) -> tuple[Any, Any, Any]:
     c["max_new_tokens"] = gr.Slider(
         2, MAX_NEW_TOKENS, d.max_new_tokens, step=1, label=LABELS["max_new_tokens"], elem_id="max_new_tokens"
     )
-    compare = gr.Dropdown(list(COMPARISONS), value="nothing", label="Compare on one clock with", elem_id="compare")
+    compare = gr.Dropdown(list(COMPARISONS), value="nothing", label=LABELS["compare"], elem_id="compare")
     with gr.Accordion("Beam settings", open=False, elem_id="beams") as beams:
         _beam_controls(c)
     with gr.Accordion("Sampling settings", open=False, visible=False, elem_id="draws") as draws:
@@ -131,11 +134,28 @@ def _pool_controls(c: dict[str, Any]) -> None:
 
 def searches(values: Mapping[str, Any], comparison: Any) -> list[Settings]:
     """One or two searches. Raises ValueError, naming what cannot be used."""
-    if not isinstance(comparison, str) or comparison not in COMPARISONS:
-        raise ValueError(f"compare must be one of {', '.join(COMPARISONS)}, got {comparison!r:.80}")
+    changes = COMPARISONS[_comparison(comparison)]
     first = Settings.from_values(values)
-    changes = COMPARISONS[comparison]
     return [first, Settings.from_values({**values, **changes})] if changes else [first]
+
+
+def searches_again(data: Any) -> list[Settings]:
+    """What the page asks for without the form: one set of values, or a list of one or two. Raises ValueError."""
+    given = data if isinstance(data, list) else [data]
+    if not 1 <= len(given) <= 2:
+        raise ValueError(f"one or two searches run side by side, not {len(given):,}")
+    return [Settings.from_values(values) for values in given]
+
+
+def _comparison(name: Any) -> str:
+    if not isinstance(name, str) or name not in COMPARISONS:
+        raise ValueError(f"compare must be one of {', '.join(COMPARISONS)}, got {shown(name)}")
+    return name
+
+
+def comparison_from_link(query: Mapping[str, str]) -> str:
+    """The comparison that a link names. Raises ValueError."""
+    return _comparison(query.get("compare", "nothing"))
 
 
 def from_link(query: Mapping[str, str]) -> dict[str, Any]:

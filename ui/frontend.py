@@ -9,6 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from cowbeam.ui.run import to_json
+
 # In this order: a file uses only what comes before it, and `scope.js` mounts the component.
 SCRIPTS = (
     "store.js",
@@ -25,6 +27,7 @@ SCRIPTS = (
     "pane.js",
     "picture.js",
     "files.js",
+    "badges.js",
     "tour.js",
     "budget.js",
     "what_if.js",
@@ -40,9 +43,13 @@ def read_static(name: str) -> str:
     return (files("cowbeam.ui") / "static" / name).read_text(encoding="utf-8")
 
 
-def script() -> str:
-    """All scripts as the body of one function: nothing of it becomes a global name but ``window.cowbeam``."""
-    return "\n".join([*map(read_static, SCRIPTS), MOUNT])
+def script(**constants: Any) -> str:
+    """All scripts as the body of one function: nothing of it becomes a global name but ``window.cowbeam``.
+
+    ``constants`` are what Python knows and the scripts use, by name.
+    """
+    given = [f"const {name} = {to_json(value)};" for name, value in constants.items()]
+    return "\n".join([*given, *map(read_static, SCRIPTS), MOUNT])
 
 
 @cache

@@ -38,6 +38,7 @@ LABELS = {
     "num_blocks": "Blocks in the pool",
     "pace": "Steps a second at most",
     "chat": "Chat template",
+    "compare": "Compare on one clock with",
 }
 
 _EARLY_STOPPING: dict[str, EarlyStopping] = {"true": True, "false": False, "never": "never"}

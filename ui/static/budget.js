@@ -13,7 +13,9 @@ class BudgetLesson {
     run.addEventListener('click', () => this.run()); run.disabled = !start.settings;
     const row = make('div', 'lesson-row'); row.append(this.slider, this.size, run);
     const body = make('div'); body.append(row, this.list);
-    this.pages = [{ panels: ['memory'], body, text: 'Shrink the pool. The red line is what there is; see which way of keeping the same tokens still fits. cowbeam takes a request only if its worst case fits, so that it never has to stop half-way.' }];
+    const text = 'Shrink the pool. The red line is what there is; see which way of keeping the same tokens still fits. '
+      + 'cowbeam takes a request only if its worst case fits, so that it never has to stop half-way.';
+    this.pages = [{ panels: ['memory'], body, text }];
     this.show();
   }
 
@@ -22,18 +24,25 @@ class BudgetLesson {
     setText(this.size, `${plural(blocks, 'block')}, ${formatBytes(bytes)}`);
     pane.budget = bytes; pane.mark('memory');
     const frames = store.frames.slice(0, store.lastWithBranches), first = frames[0].mem.contiguous, over = frames.find(frame => frame.mem.copies > bytes);
+    const reserved = Math.floor(bytes / (start.max_len * start.bytes_per_token)), needed = `its worst case is ${plural(this.worstCase, 'block')}`;
+    const luck = this.peak <= blocks ? ` (this run happened to need ${this.peak})` : '';
     const lines = [
-      [first <= bytes, 'contiguous reserve', first <= bytes ? 'fits' : `fails before the first token: ${Math.floor(bytes / (start.max_len * start.bytes_per_token))} of ${start.width} branches fit`],
+      [first <= bytes, 'contiguous reserve', first <= bytes ? 'fits' : `fails before the first token: ${reserved} of ${start.width} branches fit`],
       [!over, 'a copy per branch', over ? `runs out at step ${over.t} of ${frames.length}` : 'fits'],
-      [this.worstCase <= blocks, 'shared blocks, CoW', this.worstCase <= blocks ? `goes on to the end; at its peak it holds ${plural(this.peak, 'block')}` : `refused before it starts: its worst case is ${plural(this.worstCase, 'block')}${this.peak <= blocks ? ` (this run happened to need ${this.peak})` : ''}`],
+      [this.worstCase <= blocks, 'shared blocks, CoW',
+       this.worstCase <= blocks ? `goes on to the end; at its peak it holds ${plural(this.peak, 'block')}` : `refused before it starts: ${needed}${luck}`],
     ];
-    this.list.replaceChildren(...lines.map(([ok, name, text]) => { const row = make('li', ok ? 'good' : 'bad'); row.append(make('b', '', `${ok ? 'fits' : 'fails'} · ${name}`), make('span', '', text)); return row; }));
+    this.list.replaceChildren(...lines.map(([ok, name, text]) => {
+      const row = make('li', ok ? 'good' : 'bad');
+      row.append(make('b', '', `${ok ? 'fits' : 'fails'} · ${name}`), make('span', '', text));
+      return row;
+    }));
     this.scope.root.dataset.budget = lines.map(([ok]) => ok ? 'fits' : 'fails').join();
   }
 
   run() {
     const { scope } = this;
-    scope.runAgain({ num_blocks: +this.slider.value });
+    scope.runAgain([{ ...scope.pane.store.start.settings, num_blocks: +this.slider.value }]);
     scope.lessons.close();
   }
 

@@ -35,6 +35,20 @@ class Surface {
   setHeight(pixels) { const css = Math.round(pixels) + 'px'; if (this.element.style.height !== css) { this.element.style.height = css; this.forgetSize(); } }
 }
 
+/* A box that is filled up to `share` of its width, or of its height from below; the rest shows through. */
+function fillBox(context, [x, y, width, height], radius, share, isUpright) {
+  if (share < 1) context.globalAlpha = .3;
+  roundRect(context, x, y, width, height, radius); context.fill(); context.globalAlpha = 1;
+  if (share >= 1) return;
+  context.save(); context.clip();
+  if (isUpright) context.fillRect(x, y + height * (1 - share), width, height * share); else context.fillRect(x, y, width * share, height);
+  context.restore();
+}
+
+function strokeBox(context, [x, y, width, height], radius, colour, line) {
+  context.strokeStyle = colour; context.lineWidth = line; roundRect(context, x, y, width, height, radius); context.stroke();
+}
+
 function roundRect(context, x, y, width, height, radius) {
   context.beginPath(); context.roundRect(x, y, width, height, Math.max(0, Math.min(radius, width / 2, height / 2)));
 }

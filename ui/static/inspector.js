@@ -32,12 +32,19 @@ class Inspector {
     const logical = Math.floor(position / size), offset = position % size, block = this.block, slot = block * size + offset;
     this.showChoices();
     const put = (name, text) => setText(pane.output(name), text);
-    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`); put('atokensub', `b${place}, position ${position}${position < start.prompt_len ? ' (prompt)' : ''}`);
+    put('atokenkey', this.likelihood(place, position)); put('atokensub', `b${place}, position ${position}`);
+    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`);
     put('alogical', `${logical}, ${offset}`); put('alogicalsub', `${position} = ${logical} × ${size} + ${offset}`);
     put('atablek', `block table of b${place}`); put('atable', `[${logical}] → ${block}`); put('atablesub', `entry ${logical + 1} of ${state.tabs[place].length}`);
     put('aslot', String(slot)); put('aslotsub', `${block} × ${size} + ${offset}`);
     this.showBytes(block, offset);
     this.showBlock(block, logical, offset);
+  }
+
+  /* How likely the model held it. */
+  likelihood(place, position) {
+    const { store, state } = this.pane, generated = position - store.start.prompt_len;
+    return generated < 0 ? 'token of the prompt' : `token, p = ${(100 * Math.exp(store.nodes[store.nodeAt(state.live[place], generated)].logprob)).toFixed(1)} %`;
   }
 
   showNothing() {
@@ -48,7 +55,7 @@ class Inspector {
 
   showChoices() {
     const { pane } = this, list = pane.output('atplace'), places = occupied(pane.state), key = places.join();
-    if (list.dataset.key !== key) { list.dataset.key = key; list.replaceChildren(...places.map(place => { const option = make('option', '', `b${place}`); option.value = place; return option; })); }
+    if (list.dataset.key !== key) { list.dataset.key = key; list.replaceChildren(...places.map(place => choice(place, `b${place}`))); }
     list.value = this.place;
     const input = pane.output('atposition');
     input.max = pane.state.len[this.place] - 1;
@@ -61,7 +68,7 @@ class Inspector {
     if (!kv_heads) { put('abytes', 'differs by layer'); put('abytessub', ' '); return; }
     const row = head_dim * item_bytes, head = start.block_size * row, key = block * 2 * kv_heads * head + offset * row;
     put('abytes', `K ${key.toLocaleString('en')}`);
-    put('abyteskey', `bytes, in each of ${plural(layers, 'layer')}`);
+    put('abyteskey', `byte offset in the pool of each of ${plural(layers, 'layer')}`);
     put('abytessub', `V +${(kv_heads * head).toLocaleString('en')} · each of ${plural(kv_heads, 'head')} +${head.toLocaleString('en')}`);
   }
 
@@ -77,7 +84,8 @@ class Inspector {
   lifeText(block) {
     const { store, state } = this.pane, life = store.lifeAt(block, state.t);
     if (!life) return '';
-    const birth = life.how === 'cow' ? `copied from block ${life.source} at step ${life.born} for b${life.place} (${plural(life.copied, 'token')} carried over)` : `allocated at step ${life.born} for b${life.place}`;
+    const isCopy = life.how === 'cow', when = `at step ${life.born} for b${life.place}`;
+    const birth = isCopy ? `copied from block ${life.source} ${when} (${plural(life.copied, 'token')} carried over)` : `allocated ${when}`;
     const lives = store.lives.get(block).filter(other => other.born <= state.t).length;
     return `${birth} · ${life.freed === Infinity ? 'still held' : `freed at step ${life.freed}`}${lives > 1 ? ` · life ${lives} of this block` : ''} · held by:`;
   }
@@ -85,7 +93,11 @@ class Inspector {
   showCells(block, logical, offset) {
     const { store, state } = this.pane, size = store.start.block_size, filled = Math.min(size, state.len[this.place] - logical * size), cells = this.pane.output('acells');
     while (cells.children.length > size) cells.lastChild.remove();
-    while (cells.children.length < size) { const cell = make('li'), at = cells.children.length; cell.addEventListener('click', () => this.pane.select(this.place, this.first + at, true)); cells.append(cell); }
+    while (cells.children.length < size) {
+      const cell = make('li'), at = cells.children.length;
+      cell.addEventListener('click', () => this.pane.select(this.place, this.first + at, true));
+      cells.append(cell);
+    }
     this.first = logical * size;
     for (let i = 0; i < size; i++) {
       const cell = cells.children[i];

@@ -8,9 +8,8 @@ class Lessons {
     if (this.current?.name === name) return this.close();
     this.close();
     if (name === 'tour' && scope.pane.shownRun !== 'example') {
-      const example = await scope.server.example({}), { pane } = scope;
-      // A comparison has two traces and is not brought back.
-      if (pane.store.start && scope.shown.length === 1) this.left = { run: pane.shownRun, records: pane.store.records(), step: scope.clock.t };
+      const example = await scope.server.example({});
+      this.left = this.whatIsShown();
       scope.files.openExample(example, { play: false });
     }
     if (!scope.pane.state) return;
@@ -32,13 +31,25 @@ class Lessons {
     if (this.left) this.comeBack();
   }
 
-  /* To the run that the tour took from the screen, unless a newer one has come. */
+  /* The runs on screen, one or two. Of a run that still waits for its turn there is no record yet. */
+  whatIsShown() {
+    const { scope } = this, { runs } = scope.feed;
+    if (!scope.pane.store.start) return null;
+    const traces = runs.map((run, side) => ({ run, records: scope.panes[side].run === run && !scope.panes[side].isWaiting ? scope.panes[side].store.records() : [] }));
+    return { traces, step: scope.clock.t };
+  }
+
+  /* To the runs that the tour took from the screen, unless a newer one has come. */
   comeBack() {
-    const { scope } = this, { run, records, step } = this.left, isImported = run.startsWith('imported-');
+    const { scope } = this, { traces, step } = this.left;
     this.left = null;
     if (scope.pane.run !== 'example') return;
-    scope.feed.open(run, records); scope.clock.go(step);
-    if (isImported) scope.note(''); else if (!scope.pane.store.end) { delete scope.root.dataset.done; scope.feed.fetchMissing(scope.pane, 0); }
+    scope.feed.open(traces); scope.note('');
+    if (traces[0].records.length) scope.clock.go(step); else scope.clock.isLive = true;
+    const isOver = ({ run, records }) => isImport(run) || records.at(-1)?.type === 'end';
+    if (traces.every(isOver)) return;
+    delete scope.root.dataset.done;
+    traces.forEach((trace, side) => { if (!isOver(trace)) scope.feed.fetchMissing(side); });
   }
 
   turn(by) {

@@ -28,7 +28,8 @@ class MemoryPanel {
   axes(frames) {
     const { pane } = this, { store } = pane, last = frames.at(-1).mem, highest = Math.max(...frames.map(frame => Math.max(frame.mem.copies, frame.mem.used)));
     const isOff = !pane.logScale && last.contiguous > 1.6 * highest;
-    const high = Math.max(pane.memoryHigh?.() ?? 0, isOff ? highest : Math.max(highest, last.contiguous), pane.budget ? Math.min(pane.budget, highest * 1.6) : 0) * (pane.logScale ? 1.2 : 1.1);
+    const curves = isOff ? highest : Math.max(highest, last.contiguous), budget = pane.budget ? Math.min(pane.budget, highest * 1.6) : 0;
+    const high = Math.max(pane.memoryHigh?.() ?? 0, curves, budget) * (pane.logScale ? 1.2 : 1.1);
     const low = pane.logScale ? Math.max(1, frames[0].mem.ideal * .7) : 0;
     const left = 48, top = 14, width = Math.max(60, this.surface.width - left - 138), height = this.surface.height - top - 20;
     const steps = Math.max(frames.length, store.end ? frames.length : store.start.steps - 1, 2);
@@ -79,7 +80,8 @@ class MemoryPanel {
     context.textAlign = 'left'; context.textBaseline = 'middle';
     for (const { colour, name, key, value, label } of labels) {
       context.font = palette.font(10.5, 700); context.fillStyle = palette.get(colour); context.fillText(formatBytes(value), left + width + 10, label - 6);
-      context.font = palette.font(9.5); context.fillStyle = palette.get('muted'); context.fillText(key === 'contiguous' && isOff ? '↑ reserve, off scale' : name, left + width + 10, label + 6);
+      context.font = palette.font(9.5); context.fillStyle = palette.get('muted');
+      context.fillText(key === 'contiguous' && isOff ? '↑ reserve, off scale' : name, left + width + 10, label + 6);
     }
   }
 }

@@ -3,7 +3,7 @@
 class Pane {
   constructor(root, palette, hooks) {
     Object.assign(this, { root, palette, hooks, store: new TraceStore(), state: null, run: null, shownRun: null, isWaiting: true, hover: {}, colour: 'sharers', rowOrder: 'tree',
-                          fitAll: false, logScale: false, isCompared: false, isStill: false, shownAt: 0, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
+                          fitAll: false, logScale: false, isStill: false, shownAt: 0, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
     this.outputs = new Map([...root.querySelectorAll('[data-o]')].map(e => [e.dataset.o, e]));
     this.panels = { pool: new PoolPanel(this), tables: new TablesPanel(this), tree: new TreePanel(this), memory: new MemoryPanel(this) };
     this.inspector = new Inspector(this);
@@ -18,7 +18,7 @@ class Pane {
   /* Pool and tables stand side by side: one height, room for every branch's row. */
   get blocksHeight() { return Math.max(216, 16 + this.store.start.width * 17); }
   /* From a file: the server knows nothing of this run. */
-  get isImported() { return this.shownRun?.startsWith('imported-') ?? false; }
+  get isImported() { return isImport(this.shownRun); }
   get selectedBlock() { return this.inspector.isPinned ? this.inspector.block : null; }
 
   begin(start) {
@@ -27,6 +27,9 @@ class Pane {
     this.root.style.setProperty('--rows', start.width);
     showLegend(this);
   }
+
+  /* Nothing is shown here any more. */
+  leave() { this.store.reset(null); this.state = null; this.hover = {}; this.dirty.clear(); }
 
   /* Shows step t, or the last step before it that there is. */
   show(t) {
@@ -96,7 +99,8 @@ class Pane {
     let tokens = 0, text = '';
     if (from > 0 && ancestor >= 0) { const path = store.path(ancestor); tokens = path.length; text = visibleText(store.text(path)); }
     const branches = occupied(state).length;
-    setText(this.output('trunkhint'), tokens ? branches > 1 ? `agreed by all ${branches} branches, ${plural(tokens, 'token')}: ` : `${plural(tokens, 'token')}: ` : branches > 1 && from > 0 ? 'not one token agreed by all branches yet' : ' ');
+    const agreed = branches > 1 ? `agreed by all ${branches} branches, ${plural(tokens, 'token')}: ` : `${plural(tokens, 'token')}: `;
+    setText(this.output('trunkhint'), tokens ? agreed : branches > 1 && from > 0 ? 'not one token agreed by all branches yet' : ' ');
     const { width } = this.panels.tree.surface, room = Math.floor((width > 560 ? width - 250 : width) / 6.95);  // below the hint where it is narrow
     setText(this.output('trunk'), text.length > room ? '…' + text.slice(1 - room) : text);
   }
@@ -139,3 +143,5 @@ class Pane {
     return place === undefined ? null : { place, position };
   }
 }
+
+function isImport(run) { return run?.startsWith('imported-') ?? false; }

@@ -21,7 +21,10 @@ function paintElement(context, target) {
   paintBox(context, box, style);
   if (style.overflowX !== 'visible' || style.overflowY !== 'visible') { context.beginPath(); context.rect(box.left, box.top, box.width, box.height); context.clip(); }
   if (target.tagName === 'CANVAS') context.drawImage(target, box.left, box.top, box.width, box.height);
-  else for (const child of target.childNodes) if (child.nodeType === Node.TEXT_NODE) paintText(context, child, style); else if (child.nodeType === Node.ELEMENT_NODE) paintElement(context, child);
+  else for (const child of target.childNodes) {
+    if (child.nodeType === Node.TEXT_NODE) paintText(context, child, style);
+    else if (child.nodeType === Node.ELEMENT_NODE) paintElement(context, child);
+  }
   context.restore();
 }
 
@@ -29,7 +32,9 @@ function paintBox(context, box, style) {
   const isSeen = colour => !/^rgba\(.*, 0\)$|^transparent$/.test(colour), width = parseFloat(style.borderTopWidth);
   roundRect(context, box.left + width / 2, box.top + width / 2, box.width - width, box.height - width, parseFloat(style.borderTopLeftRadius) || 0);
   if (isSeen(style.backgroundColor)) { context.fillStyle = style.backgroundColor; context.fill(); }
-  if (width && style.borderTopStyle !== 'none' && isSeen(style.borderTopColor)) { context.strokeStyle = style.borderTopColor; context.lineWidth = width; context.setLineDash(style.borderTopStyle === 'dashed' ? [3, 2] : []); context.stroke(); context.setLineDash([]); }
+  if (!width || style.borderTopStyle === 'none' || !isSeen(style.borderTopColor)) return;
+  context.strokeStyle = style.borderTopColor; context.lineWidth = width; context.setLineDash(style.borderTopStyle === 'dashed' ? [3, 2] : []);
+  context.stroke(); context.setLineDash([]);
 }
 
 /* Line by line, where the browser laid them. */

@@ -5,26 +5,29 @@ class PoolPanel {
 
   forgetLook() { this.surface.forgetSize(); this.empty = null; }
 
-  /* The largest square cells that fill the canvas with `count` of them. */
+  /* The largest cells that fill the canvas with `count` of them: square, or wider where a number needs the room. */
   layout(count) {
     const { width, height } = this.surface;
     if (this.grid?.count === count && this.grid.width === width && this.grid.height === height) return;
     let best = { worth: 0 };
     for (let columns = 1; columns <= count; columns++) {
-      const rows = Math.ceil(count / columns), size = Math.min(46, width / columns, height / rows);
-      const worth = size * (count % columns ? 1 : count > 512 ? 1.05 : 1.3) * (columns % 4 ? 1 : 1.03);  // whole rows, easy to count
-      if (worth > best.worth) best = { worth, size, columns, rows };
+      const rows = Math.ceil(count / columns), tall = Math.min(40, height / rows, width / columns), wide = Math.min(1.7 * tall, width / columns);
+      const worth = Math.sqrt(wide * tall) * (count % columns ? 1 : count > 512 ? 1.05 : 1.3) * (columns % 4 ? 1 : 1.03);  // whole rows, easy to count
+      if (worth > best.worth) best = { worth, wide, tall, columns, rows };
     }
-    const { size, columns, rows } = best;
-    this.grid = { count, width, height, size, columns, gap: size > 12 ? 2 : size > 5 ? 1 : .5, left: (width - columns * size) / 2, top: (height - rows * size) / 2 };
+    const { wide, tall, columns, rows } = best;
+    this.grid = { count, width, height, wide, tall, columns, gap: tall > 12 ? 2 : tall > 5 ? 1 : .5, left: (width - columns * wide) / 2, top: (height - rows * tall) / 2 };
     this.empty = null;
   }
 
-  corner(block) { const { size, columns, left, top } = this.grid; return [left + (block % columns) * size, top + Math.floor(block / columns) * size]; }
+  corner(block) { const { wide, tall, columns, left, top } = this.grid; return [left + (block % columns) * wide, top + Math.floor(block / columns) * tall]; }
+
+  /* The visible part of a cell. */
+  inner(block) { const { wide, tall, gap } = this.grid, [x, y] = this.corner(block); return [x + gap / 2, y + gap / 2, wide - gap, tall - gap]; }
 
   blockAt(x, y) {
     if (!this.grid) return null;
-    const { size, columns, left, top, count } = this.grid, column = Math.floor((x - left) / size), row = Math.floor((y - top) / size);
+    const { wide, tall, columns, left, top, count } = this.grid, column = Math.floor((x - left) / wide), row = Math.floor((y - top) / tall);
     const block = row * columns + column;
     return column >= 0 && column < columns && row >= 0 && block < count ? block : null;
   }
@@ -34,23 +37,15 @@ class PoolPanel {
     this.surface.setHeight(this.pane.blocksHeight);
     const context = this.surface.begin();
     this.layout(store.start.num_blocks);
-    const { size, gap } = this.grid, inner = size - gap, radius = size > 9 ? size * .16 : 0;
+    const { tall } = this.grid, radius = tall > 9 ? tall * .16 : 0, byIdentity = this.pane.colour === 'identity', fills = store.fills(state), labels = [];
     this.drawEmpty(context);
-    const fills = store.fills(state), byIdentity = this.pane.colour === 'identity';
-    context.textAlign = 'center'; context.textBaseline = 'middle';
-    const sizeOfText = Math.round(Math.min(12, size * .38)), labels = [];
     for (let block = 0; block < state.ref.length; block++) {
       const sharers = state.ref[block];
       if (!sharers) continue;
-      const [x, y] = this.corner(block), X = x + gap / 2, Y = y + gap / 2;
-      const share = (fills.get(block) ?? store.start.block_size) / store.start.block_size;
+      const box = this.inner(block), share = (fills.get(block) ?? store.start.block_size) / store.start.block_size;
       context.fillStyle = byIdentity ? identityColour(block) : palette.bySharers(sharers);
-      if (share < 1) {
-        context.globalAlpha = .3; roundRect(context, X, Y, inner, inner, radius); context.fill(); context.globalAlpha = 1;
-        context.save(); context.clip(); context.fillRect(X, Y + inner * (1 - share), inner, inner * share); context.restore();
-      } else if (radius) { roundRect(context, X, Y, inner, inner, radius); context.fill(); }
-      else context.fillRect(X, Y, inner, inner);
-      if (size >= 18) labels.push([block, sharers, x + size / 2, y + size / 2, sizeOfText, share > .6]);
+      if (share < 1 || radius) fillBox(context, box, radius, share, true); else context.fillRect(...box);
+      if (tall >= 15) labels.push([block, sharers, share]);
     }
     const moving = this.drawEvents(context);
     for (const label of labels) this.label(context, ...label);  // over the arcs: a line through a number reads as another
@@ -59,7 +54,7 @@ class PoolPanel {
   }
 
   drawEmpty(context) {
-    const { size, gap, count } = this.grid, ratio = devicePixelRatio || 1;
+    const { tall, count } = this.grid, ratio = devicePixelRatio || 1;
     if (!this.empty) {
       const element = document.createElement('canvas');
       element.width = this.surface.element.width; element.height = this.surface.element.height;
@@ -67,8 +62,7 @@ class PoolPanel {
       c.scale(ratio, ratio); c.fillStyle = this.pane.palette.get('share0');
       c.beginPath();
       for (let block = 0; block < count; block++) {
-        const [x, y] = this.corner(block);
-        if (size > 9) c.roundRect(x + gap / 2, y + gap / 2, size - gap, size - gap, size * .16); else c.rect(x + gap / 2, y + gap / 2, size - gap, size - gap);
+        if (tall > 9) c.roundRect(...this.inner(block), tall * .16); else c.rect(...this.inner(block));
       }
       c.fill();
       this.empty = element;
@@ -76,25 +70,23 @@ class PoolPanel {
     context.drawImage(this.empty, 0, 0, this.surface.width, this.surface.height);
   }
 
-  label(context, block, sharers, x, y, pixels, isFilled) {
-    const { palette, colour } = this.pane, big = this.grid.size >= 34;
+  /* How many share it and, where there is room, which block it is. Ink by what is behind it: written slots or empty ones. */
+  label(context, block, sharers, share) {
+    const { palette, colour } = this.pane, { wide, tall } = this.grid, [x, y] = this.corner(block), isBig = tall >= 21 && wide >= 27;
+    const pixels = Math.round(2 * Math.min(11.5, tall * (isBig ? .42 : .5), wide * .4)) / 2, written = colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
+    const put = (text, at, size, weight) => {
+      context.font = palette.font(size, weight); context.fillStyle = share > 1 - at ? written : palette.get('ink'); context.fillText(text, x + wide / 2, y + tall * at + .5);
+    };
     context.textAlign = 'center'; context.textBaseline = 'middle';
-    context.fillStyle = !isFilled ? palette.get('ink') : colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
-    context.font = palette.font(pixels, 700);
-    context.fillText(colour === 'identity' ? block : `×${sharers}`, x, y + (big ? pixels * .35 : .5));
-    if (!big) return;
-    context.font = palette.font(9); context.globalAlpha = .8;
-    context.fillText(colour === 'identity' ? `×${sharers}` : `#${block}`, x, y - pixels * .72);
-    context.globalAlpha = 1;
+    if (isBig) put(`#${block}`, .27, Math.min(9, wide * .3), 400);
+    put(`×${sharers}`, isBig ? .67 : .5, pixels, 700);
   }
 
   /* Rings on what this step allocated, copied and freed; a copy's arc runs from its source. True while it moves. */
   drawEvents(context) {
-    const { pane } = this, { palette, state } = pane, age = pane.age(700), { size, gap } = this.grid, radius = size * .18;
+    const { pane } = this, { palette, state } = pane, age = pane.age(700), { tall } = this.grid;
     const ring = (block, colour, width, alpha) => {
-      const [x, y] = this.corner(block);
-      context.globalAlpha = alpha; context.strokeStyle = palette.get(colour); context.lineWidth = Math.min(width, size * .3);
-      roundRect(context, x + gap / 2, y + gap / 2, size - gap, size - gap, radius); context.stroke(); context.globalAlpha = 1;
+      context.globalAlpha = alpha; strokeBox(context, this.inner(block), tall * .18, palette.get(colour), Math.min(width, tall * .3)); context.globalAlpha = 1;
     };
     for (const [kind, a, b] of pane.frame.ev) {
       if (kind === 'free' && !state.ref[a]) ring(a, 'free', 1.5, 1 - age * .6);
@@ -104,10 +96,11 @@ class PoolPanel {
     return age < 1;
   }
 
+  /* From edge to edge, over the cells or, where there is no room above them, under. */
   drawArc(context, source, target, age) {
-    const { size } = this.grid, [x0, y0] = this.corner(source), [x1, y1] = this.corner(target), half = size / 2;
-    const edge = size * .1, from = [x0 + half, y0 + edge], to = [x1 + half, y1 + edge];
-    const control = [(from[0] + to[0]) / 2, Math.max(2, Math.min(from[1], to[1]) - size * .9 - Math.abs(to[0] - from[0]) * .08)];
+    const { wide, tall } = this.grid, [x0, y0] = this.corner(source), [x1, y1] = this.corner(target), rise = tall * .8 + Math.abs(x1 - x0) * .08;
+    const isOver = Math.min(y0, y1) - rise > 0, edge = isOver ? tall * .1 : tall * .9, from = [x0 + wide / 2, y0 + edge], to = [x1 + wide / 2, y1 + edge];
+    const control = [(from[0] + to[0]) / 2, isOver ? Math.min(from[1], to[1]) - rise : Math.max(from[1], to[1]) + rise];
     const reach = Math.min(1, .15 + age * 2.2), mix = (a, b) => [a[0] + (b[0] - a[0]) * reach, a[1] + (b[1] - a[1]) * reach];
     const bend = mix(from, control), tip = mix(bend, mix(control, to));
     context.strokeStyle = context.fillStyle = this.pane.palette.get('cow'); context.lineWidth = 1.4; context.globalAlpha = 1 - age * .35;
@@ -116,9 +109,9 @@ class PoolPanel {
   }
 
   drawHover(context) {
-    const { pane } = this, { size } = this.grid, block = pane.hover.block ?? pane.selectedBlock;
+    const { pane } = this, { wide, tall } = this.grid, block = pane.hover.block ?? pane.selectedBlock;
     if (block === null || block === undefined) return;
     const [x, y] = this.corner(block);
-    context.strokeStyle = pane.palette.get('ink'); context.lineWidth = 2; roundRect(context, x + .5, y + .5, size - 1, size - 1, size * .2); context.stroke();
+    strokeBox(context, [x + .5, y + .5, wide - 1, tall - 1], tall * .2, pane.palette.get('ink'), 2);
   }
 }

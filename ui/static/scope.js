@@ -13,7 +13,7 @@ class Scope {
     this.outputs = new Map([...this.root.querySelectorAll('[data-o]')].filter(e => !e.closest('.pane')).map(e => [e.dataset.o, e]));
     this.clock = new Clock(() => this.stores, t => this.show(t), () => this.showButtons());
     this.timeline = new TimelinePanel(this.root.querySelector('canvas[data-c=time]'), this.palette, this.clock, () => this.stores);
-    this.feed = new Feed(this); this.files = new Files(this); this.lessons = new Lessons(this);
+    this.badges = new Badges(this); this.feed = new Feed(this); this.files = new Files(this); this.lessons = new Lessons(this);
     for (const pane of this.panes) { pane.isStill = this.still.matches; pane.memoryHigh = () => this.memoryHigh(); }
     this.listen();
     watch('value', () => this.feed.receiveText(props.value));
@@ -38,15 +38,24 @@ class Scope {
 
   runBegun(start, side) {
     this.compare(side === 1);
-    if (side === 0) { this.showFacts(start); this.clock.t = 0; }
+    if (side === 0) { this.lessons.close(); this.badges.showFacts(start); this.clock.t = 0; this.root.classList.add('stale'); }
+    this.badges.forget();
     this.panes[side].measuredCopies = null; this.root.dataset.mode = start.mode;
-    this.note(''); this.namePanes(); this.showMeasured();
+    this.note(side ? this.ideaOf(start) : `computing the prompt, ${plural(start.prompt_len, 'token')}`); this.namePanes(); this.badges.showMeasured();
   }
 
+  /* The first step is there. */
+  runShown() { this.root.classList.remove('stale'); this.note(this.ideaOf(this.pane.store.start)); }
+
   runEnded(end, isLast) {
-    this.note(end.message ?? (end.reason === 'stopped' ? 'stopped' : ''));
+    if (end.message || end.reason === 'stopped') this.note(end.message ?? 'stopped');
     if (isLast) this.root.dataset.done = '1';
   }
+
+  ideaOf(start) { return IDEAS[start.prompt] ?? ''; }
+
+  /* The prompt in the form: one of the examples is told what it shows. */
+  idea(prompt) { if (IDEAS[prompt]) this.note(`${IDEAS[prompt]} Press Generate.`); }
 
   /* On a narrow page the picture is below the form: whoever pressed Generate wants to see it. */
   comeIntoView() {
@@ -54,8 +63,8 @@ class Scope {
     if (top > innerHeight / 3) this.root.scrollIntoView({ block: 'start', behavior: this.still.matches ? 'auto' : 'smooth' });
   }
 
-  /* The settings of the trace on screen, as a run of this server. */
-  runAgain(changes = {}) { this.trigger('rerun', { ...this.pane.store.start.settings, ...changes }); }
+  /* The settings of what is on screen, or others, as runs of this server. */
+  runAgain(searches = this.stores.map(({ start }) => start.settings)) { this.trigger('rerun', searches); }
 
   traceOpened() { this.clock.isLive = false; this.root.dataset.done = '1'; this.framesTaken(); }
 
@@ -66,7 +75,7 @@ class Scope {
     if (clock.isLive || !clock.t) clock.follow();
     else if (this.shown.some(pane => pane.store.last && !pane.state)) this.show(clock.t);
     else { this.showPosition(); for (const pane of this.shown) pane.mark('memory'); }
-    this.markTime(); this.showButtons(); this.showBadges();
+    this.markTime(); this.showButtons(); this.badges.show();
   }
 
   /* ---- what is shown ---- */
@@ -78,6 +87,9 @@ class Scope {
     if (!pane?.state) return;
     const breaches = this.shown.map(p => p.state && p.store.check(p.state)).filter(Boolean);
     Object.assign(root.dataset, { step: t, used: pane.store.stats[pane.state.t - 1].used, invariant: breaches[0] ?? 'ok' });
+    const isVersus = this.shown.length > 1 && this.shown.every(p => p.state);
+    this.output('versus').hidden = !isVersus;
+    if (isVersus) setText(this.output('versus'), comparisonSentence(this.shown));
     if (this.root.querySelector('.kv-table').open) this.output('table').replaceChildren(stepTable(this.shown));
     this.lessons.stepShown();
   }
@@ -91,32 +103,6 @@ class Scope {
     setText(play, runs ? 'pause' : 'play'); play.setAttribute('aria-label', runs ? 'Pause' : 'Play');
     this.root.dataset.playing = clock.isPlaying ? '1' : '0';
     this.wake();
-  }
-
-  showFacts(start) {
-    const facts = [...(this.pane.isImported ? ['from a file'] : []), start.model, start.dtype, start.device, start.mode, plural(start.width, start.mode.includes('beam') ? 'beam' : start.width > 1 ? 'sample' : 'branch'), `prompt of ${plural(start.prompt_len, 'token')}`, `blocks of ${start.block_size}`];
-    this.output('facts').replaceChildren(...facts.map(fact => make('span', '', fact)));
-    this.verdict = null;
-  }
-
-  showBadges() {
-    const badge = this.output('invariant'), check = this.output('check');
-    const breach = this.stores.map(store => store.breach).find(Boolean);
-    badge.className = `badge ${breach ? 'bad' : 'good'}`;
-    setText(badge, breach ?? `sharers = table entries · ${plural(this.clock.last, 'step')}`);
-    const { store } = this.pane, stats = store.end?.stats;
-    if (stats && !breach) this.agreeWithStats(badge, store, stats);
-    check.hidden = !stats;
-    if (!this.verdict) { check.className = 'badge'; setText(check, 'compare with transformers'); }
-  }
-
-  /* The page's own numbers, summed from events, against what the decoder reports. */
-  agreeWithStats(badge, store, stats) {
-    const mine = store.stats.at(-1), pairs = [['copy-on-writes', mine.cowTotal, stats.cow_copies], ['peak blocks', mine.peak, stats.peak_blocks], ['steps', store.last, stats.steps]];
-    const wrong = pairs.find(([, ours, theirs]) => ours !== theirs);
-    if (wrong) { badge.className = 'badge bad'; setText(badge, `${wrong[0]}: ${wrong[1]} on this page, ${wrong[2]} in DecodeStats`); }
-    else badge.title = 'At every step, each block’s sharers are counted again from the block tables; copies, peak and steps equal DecodeStats';
-    this.root.dataset.stats = wrong ? 'wrong' : 'ok';
   }
 
   /* A sentence above the picture; `actions` are buttons after it: [label, what it does]. */
@@ -135,15 +121,14 @@ class Scope {
   compare(on) {
     const [first, second] = this.panes;
     second.root.hidden = !on; this.root.classList.toggle('compared', on);
-    for (const pane of this.panes) pane.isCompared = on;
-    if (!on) second.store.reset(null);
+    if (!on) second.leave();
     for (const name of ['tables', 'tree']) for (const pane of this.panes) pane.canvas(name).style.height = '';
     first.forgetLook(); second.forgetLook();
   }
 
   namePanes() {
-    const starts = this.panes.map(pane => pane.store.start);
-    for (const pane of this.panes) setText(pane.output('panename'), !starts[1] || !pane.store.start ? '' : `${pane.store.start.mode} · ${pane.store.start.width} branches · blocks of ${pane.store.start.block_size}`);
+    const starts = this.panes.map(pane => pane.store.start), name = start => `${start.mode} · ${start.width} branches · blocks of ${start.block_size}`;
+    this.panes.forEach((pane, side) => setText(pane.output('panename'), starts[0] && starts[1] ? name(starts[side]) : ''));
   }
 
   /* ---- drawing ---- */
@@ -179,31 +164,9 @@ class Scope {
       log: () => all(pane => { pane.logScale = !pane.logScale; pane.mark('memory'); }),
       tour: () => this.lessons.open('tour'), budget: () => this.lessons.open('budget'), whatif: () => this.lessons.open('whatif'),
       lessonprev: () => this.lessons.turn(-1), lessonnext: () => this.lessons.turn(1), lessonclose: () => this.lessons.close(),
-      export: () => this.files.save(), import: () => this.output('file').click(), picture: () => this.files.savePicture(), link: () => this.files.copyLink(),
-      check: () => this.check(),
+      export: () => this.files.save(), import: () => this.output('file').click(), picture: () => this.files.savePicture(),
+      link: () => this.files.copyLink(), check: () => this.badges.check(), theme: () => document.body.classList.toggle('dark'),
     };
-  }
-
-  async check() {
-    const badge = this.output('check');
-    if (this.pane.isImported) return this.files.tellOfImport('Comparing with transformers');
-    this.verdict = 'asked'; badge.className = 'badge'; setText(badge, 'transformers is decoding …');
-    const answer = await this.server.check({ run: this.pane.shownRun }).catch(() => ({ error: 'the server did not answer' }));
-    this.verdict = answer; badge.className = `badge ${answer.ok ? 'good' : 'bad'}`;
-    setText(badge, answer.sentence ?? answer.error);
-    this.pane.measuredCopies = answer.cache_bytes ?? null;
-    this.showMeasured();
-  }
-
-  /* Bytes that torch holds, beside those counted in tokens. */
-  showMeasured() {
-    for (const pane of this.shown) {
-      const { start } = pane.store;
-      if (!start) continue;
-      const counted = (start.num_blocks + 1) * pane.store.bytesPerBlock, held = start.layout.pool_bytes;
-      const theirs = pane.measuredCopies ? ` · transformers held ${formatBytes(pane.measuredCopies)}` : '';
-      setText(pane.output('measured'), `torch holds ${formatBytes(held)}${held === counted ? ' = counted' : `, counted ${formatBytes(counted)}`}${theirs}`);
-    }
   }
 
   listen() {
@@ -230,7 +193,7 @@ class Scope {
     const isField = /^(INPUT|TEXTAREA|SELECT)$/.test(e.target.tagName) && !e.target.matches('[data-o=seek]');
     if (isField || e.ctrlKey || e.metaKey || e.altKey) return;
     const step = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
-    const name = { ' ': 'play', Home: 'home', End: 'live', f: 'fit', l: 'log', c: 'ncow', C: 'pcow', t: 'tour', m: 'budget', w: 'whatif', Escape: 'lessonclose' }[e.key];
+    const name = { ' ': 'play', Home: 'home', End: 'live', f: 'fit', l: 'log', c: 'ncow', C: 'pcow', t: 'tour', m: 'budget', w: 'whatif', d: 'theme', Escape: 'lessonclose' }[e.key];
     if (!step && !name || e.key === ' ' && /^(BUTTON|SUMMARY)$/.test(e.target.tagName)) return;
     e.preventDefault();
     if (step) this.clock.step(step * (e.shiftKey ? 10 : 1)); else this.actions[name]();

@@ -76,7 +76,10 @@ class TablesPanel {
     for (const inset of [4, 2, 0]) { context.globalAlpha = inset ? .35 : 1; roundRect(context, TABLE_LEFT + inset, TABLE_TOP + 1, width - inset, height, 4); context.fill(); }
     context.globalAlpha = 1; context.fillStyle = palette.inkOn(rows.length); context.textAlign = 'center'; context.textBaseline = 'middle';
     const lines = [[`0–${folded - 1}`, 700, 12], [plural(folded, 'block'), 400, 9.5], [rows.length > 1 ? 'shared by all' : 'of one branch', 400, 9.5]];
-    lines.forEach(([text, weight, size], i) => { if (height > 40 || i === 0) { context.font = palette.font(size, weight); context.fillText(text, TABLE_LEFT + width / 2, height > 40 ? middle + (i - 1) * 14 : middle); } });
+    const isTall = height > 40;
+    lines.slice(0, isTall ? 3 : 1).forEach(([text, weight, size], i) => {
+      context.font = palette.font(size, weight); context.fillText(text, TABLE_LEFT + width / 2, isTall ? middle + (i - 1) * 14 : middle);
+    });
     this.shapes.push({ x: TABLE_LEFT, y: TABLE_TOP, width, height, first: 0, end: rows.length, from: 0, columns: folded, block: table[0] });
   }
 
@@ -87,10 +90,10 @@ class TablesPanel {
     const share = isLast ? (fills.get(block) ?? size) / size : 1, sharers = state.ref[block];
     this.shapes.push({ x, y, width, height, first, end, from: j, columns: 1, block });
     context.fillStyle = pane.colour === 'identity' ? identityColour(block) : palette.bySharers(sharers);
-    if (share < 1) { context.globalAlpha = .3; roundRect(context, x, y, width, height, 4); context.fill(); context.globalAlpha = 1; context.save(); context.clip(); context.fillRect(x, y, width * share, height); context.restore(); }
-    else { roundRect(context, x, y, width, height, 4); context.fill(); }
-    if (isCopied) { context.globalAlpha = 1 - age * .25; context.strokeStyle = palette.get('cow'); context.lineWidth = 2.2; roundRect(context, x, y, width, height, 4); context.stroke(); context.globalAlpha = 1; }
-    if (block === (pane.hover.block ?? pane.selectedBlock)) { context.strokeStyle = palette.get('ink'); context.lineWidth = 2; roundRect(context, x, y, width, height, 4); context.stroke(); }
+    const box = [x, y, width, height];
+    fillBox(context, box, 4, share, false);
+    if (isCopied) { context.globalAlpha = 1 - age * .25; strokeBox(context, box, 4, palette.get('cow'), 2.2); context.globalAlpha = 1; }
+    if (block === (pane.hover.block ?? pane.selectedBlock)) strokeBox(context, box, 4, palette.get('ink'), 2);
     if (width < 15 || height < 9) return;
     const pixels = Math.round(Math.min(11, Math.max(8.5, height * .62)));
     context.font = palette.font(pixels, 700); context.textAlign = 'center'; context.textBaseline = 'middle';
@@ -98,16 +101,16 @@ class TablesPanel {
     if (textWidth(context, String(block), pixels) < width - 2) context.fillText(block, x + width / 2, y + height / 2 + .5);
   }
 
-  /* The entry that the what-if lesson changed: a cross over the cell in every row that reads it. */
+  /* The entry that the what-if lesson changed, in every row that reads it: the wrong block instead of its own. */
   drawWrong(context) {
-    const { column: j } = this.pane.wrongEntry, { left, folded, column, row } = this.geometry, palette = this.pane.palette;
+    const { column: j, block } = this.pane.wrongEntry, { left, folded, column, row } = this.geometry, { palette } = this.pane;
     if (j < folded) return;
-    context.strokeStyle = palette.get('bad'); context.lineWidth = 2;
+    context.font = palette.font(Math.min(11, row * .6), 700); context.textAlign = 'center'; context.textBaseline = 'middle';
     this.rows.forEach((place, i) => {
       if (!this.pane.wrongPlaces.has(place)) return;
-      const x = left + (j - folded) * column + 2, y = TABLE_TOP + i * row + 2, w = column - 4, h = row - 4;
-      roundRect(context, x, y, w, h, 3); context.stroke();
-      context.beginPath(); context.moveTo(x, y); context.lineTo(x + w, y + h); context.moveTo(x + w, y); context.lineTo(x, y + h); context.stroke();
+      const box = [left + (j - folded) * column + 2, TABLE_TOP + i * row + 1, column - 4, row - 2];
+      context.fillStyle = palette.get('panel'); fillBox(context, box, 3, 1, false); strokeBox(context, box, 3, palette.get('bad'), 1.5);
+      context.fillStyle = palette.get('bad'); context.fillText(`≠${block}`, box[0] + box[2] / 2, box[1] + box[3] / 2 + .5, box[2] - 2);
     });
   }
 

@@ -2,6 +2,8 @@
 
 function make(tag, className, text) { const e = document.createElement(tag); if (className) e.className = className; if (text !== undefined) e.textContent = text; return e; }
 
+function choice(value, text) { const option = make('option', '', text); option.value = value; return option; }
+
 function setText(target, text) { if (target.textContent !== text) target.textContent = text; }
 
 const saved = (ours, theirs) => theirs > 0 ? `${ours <= theirs ? '−' : '+'}${Math.abs(100 * (1 - ours / theirs)).toFixed(0)} %` : '–';
@@ -10,13 +12,16 @@ const saved = (ours, theirs) => theirs > 0 ? `${ours <= theirs ? '−' : '+'}${M
 function showFigures(pane) {
   const { store, state, frame } = pane, { start } = store, { mem } = frame, stat = store.stats[state.t - 1], put = (name, text) => setText(pane.output(name), text);
   const entries = state.tabs.reduce((sum, table) => sum + table.length, 0);
-  put('step', String(state.t)); put('stepsub', !occupied(state).length ? 'the search is over' : frame.ms === undefined ? 'of a recorded run' : state.t === 1 ? `${frame.ms.toFixed(0)} ms, prompt included` : `${frame.ms.toFixed(1)} ms`);
-  put('used', stat.used.toLocaleString('en')); put('usedof', `of ${start.num_blocks.toLocaleString('en')}`); put('usedsub', `${formatBytes(mem.used)} · peak ${stat.peak.toLocaleString('en')}`);
+  put('step', String(state.t)); put('stepsub', occupied(state).length ? timeOf(frame) : 'the search is over');
+  put('used', stat.used.toLocaleString('en')); put('usedof', `of ${start.num_blocks.toLocaleString('en')}`);
+  put('usedsub', `${formatBytes(mem.used)} · peak ${stat.peak.toLocaleString('en')}`);
   put('share', stat.used ? `${(entries / stat.used).toFixed(2)}×` : '–');
   put('copies', saved(mem.used, mem.copies)); put('copiessub', `${formatBytes(mem.copies)} with copies`);
   put('reserve', saved(mem.used, mem.contiguous)); put('reservesub', `${formatBytes(mem.contiguous)} reserved`);
   put('cows', stat.cowTotal.toLocaleString('en')); put('cowsnow', `${stat.cow} now`); put('cowssub', `${formatBytes(stat.copiedTotal * start.bytes_per_token)} carried over`);
 }
+
+function timeOf({ t, ms }) { return ms === undefined ? 'of a recorded run' : t === 1 ? `${ms.toFixed(0)} ms, prompt included` : `${ms.toFixed(1)} ms for this step`; }
 
 function branchRow(pane) {
   const row = make('li');
@@ -99,7 +104,7 @@ function showEvents(pane) {
     row.className = event[0]; row.block = { cow: event[2], alloc: event[1], free: event[1] }[event[0]];
     setText(row.firstChild, event[0].padEnd(6)); setText(row.lastChild, ' ' + describeEvent(store, event));
   });
-  setText(pane.output('evsum'), ['cow', 'alloc', 'free', 'prune', 'finish'].filter(kind => stat[kind]).map(kind => `${stat[kind]} ${kind}`).join(' · ') || 'written in place');
+  setText(pane.output('evsum'), EVENT_ORDER.filter(kind => stat[kind]).map(kind => `${stat[kind]} ${kind}`).join(' · ') || 'written in place');
 }
 
 /* The same state for those who cannot see the canvases. */
@@ -114,12 +119,26 @@ function stepTable(panes) {
   return table;
 }
 
+/* What a cell's colour, its ring and its fill say. */
 function showLegend(pane) {
-  const legend = pane.output('legend');
-  if (pane.colour === 'identity') return legend.replaceChildren(make('span', '', 'a colour and a number per block'));
-  legend.replaceChildren(...[[0, 'free'], [1, '1 branch'], [2, '2'], [3, '3–4'], [4, '5–8'], [5, '9+']].filter(([level]) => level <= sharingLevel(pane.store.start?.width ?? 16)).map(([level, text]) => {
-    const item = make('span'), swatch = make('i');
-    swatch.style.background = pane.palette.get('share' + level); item.append(swatch, text);
+  const swatch = (name, ring, text) => {
+    const item = make('span'), square = make('i', ring ? 'ring' : '');
+    square.style[ring ? 'borderColor' : 'background'] = pane.palette.get(name); item.append(square, text);
     return item;
-  }));
+  };
+  const shares = [[0, 'free'], [1, '1 branch'], [2, '2'], [3, '3–4'], [4, '5–8'], [5, '9+ share it']].filter(([level]) => level <= sharingLevel(pane.store.start?.width ?? 16));
+  const scale = pane.colour === 'identity' ? [make('span', '', 'a colour per block')] : shares.map(([level, text]) => swatch('share' + level, false, text));
+  pane.output('legend').replaceChildren(...scale, make('span', '', 'in this step:'), swatch('cow', true, 'copied'), swatch('accent', true, 'new'), swatch('free', true, 'freed'));
+}
+
+/* Two searches on one clock, in one sentence: their greatest memory up to here, and what they copied. */
+function comparisonSentence(panes) {
+  const [first, second] = panes.map(({ store, state }) => {
+    const { peak, copiedTotal } = store.stats[state.t - 1];
+    return { bytes: peak * store.bytesPerBlock, copied: copiedTotal * store.start.bytes_per_token };
+  });
+  const less = Math.abs(1 - first.bytes / second.bytes), which = first.bytes < second.bytes ? 'less' : 'more';
+  const difference = less < .005 ? ', as much' : `: the first ${(100 * less).toFixed(0)} % ${which}`;
+  return `Up to this step the first search has held ${formatBytes(first.bytes)} at most, the second ${formatBytes(second.bytes)}${difference}. `
+    + `Copied on write: ${formatBytes(first.copied)} against ${formatBytes(second.copied)}.`;
 }

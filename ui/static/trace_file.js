@@ -2,11 +2,19 @@
 
 const TRACE_VERSION = 1, MAX_TRACE_BYTES = 64 * 2 ** 20, MAX_TRACE_STEPS = 4096;
 
-/* The records of a trace file. Throws an Error whose message says what is wrong with it. */
-function parseTrace(text) {
-  let records;
-  try { records = JSON.parse(text); } catch { throw new Error('this file is no JSON'); }
-  if (records && Array.isArray(records.records)) records = records.records;
+/* {records} of one search, {records, compared} of two on one clock, as text. */
+function traceFile([records, compared]) { return JSON.stringify(compared ? { records, compared } : { records }); }
+
+/* One or two lists of records. Throws an Error whose message says what is wrong with the file. */
+function parseTraces(text) {
+  let file;
+  try { file = JSON.parse(text); } catch { throw new Error('this file is no JSON'); }
+  if (Array.isArray(file)) return [checkRecords(file)];
+  return [checkRecords(file?.records), ...(file?.compared ? [checkRecords(file.compared)] : [])];
+}
+
+/* Of one search, without what is not a record. */
+function checkRecords(records) {
   if (!Array.isArray(records) || !records.length) throw new Error('this file holds no list of trace records');
   checkStart(records[0]);
   const steps = records.filter(record => record?.type === 'step');
@@ -73,4 +81,4 @@ function checkEvent(event, { width, num_blocks }, nodes, where) {
   demand(Object.hasOwn(ok, kind) && ok[kind](), where);
 }
 
-if (typeof module !== 'undefined') module.exports = { parseTrace };
+if (typeof module !== 'undefined') module.exports = { parseTraces, traceFile };

@@ -1,7 +1,7 @@
 /* The token tree: what every branch generated, where they part, which were pruned, which ended. */
 
-// TIP_ROOM: a tip's word of up to 11 characters and its score.
-const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14, TIP_ROOM = 122;
+// TIP_ROOM: a tip's word of up to 11 characters, its branch and its score; the branch is left out where that is too wide.
+const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14, TIP_ROOM = 148, TIP_ROOM_NARROW = 122, NARROW = 440, LABELLED = 30;
 
 class TreePanel {
   constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree')); this.heights = new Map(); this.placed = []; }
@@ -10,7 +10,7 @@ class TreePanel {
 
   draw() {
     const { pane } = this, { store, state } = pane;
-    if (!pane.isCompared) this.surface.setHeight(Math.min(440, Math.max(230, 60 + store.start.width * 22)));
+    this.surface.setHeight(Math.min(440, Math.max(230, 60 + store.start.width * 22)));
     const context = this.surface.begin();
     this.view = this.chooseView();
     const nodes = this.visibleNodes(), moving = this.arrange(nodes);
@@ -27,9 +27,10 @@ class TreePanel {
 
   chooseView() {
     const { pane } = this, t = pane.state.t, steps = pane.fitAll ? t : Math.max(3, Math.floor(this.surface.width / STEP_WIDTH));
-    const from = Math.max(1, t - steps), right = pane.fitAll ? 24 : TIP_ROOM;
-    const width = Math.min(pane.fitAll ? 120 : STEP_WIDTH * 1.5, (this.surface.width - 14 - right) / Math.max(1, t - from));
-    return { from, to: t, left: 14, width, x: step => 14 + (step - from) * width };
+    const from = Math.max(1, t - steps), isNarrow = this.surface.width < NARROW;
+    const widthBeside = room => Math.min(STEP_WIDTH * 1.5, (this.surface.width - 14 - room) / Math.max(1, t - from)), room = isNarrow ? TIP_ROOM_NARROW : TIP_ROOM;
+    const right = widthBeside(room) < LABELLED ? 24 : room, width = widthBeside(right);  // room for words only where there are any
+    return { from, to: t, left: 14, width, isNarrow, isLabelled: right === room, end: 14 + (t - from) * width + right - 2, x: step => 14 + (step - from) * width };
   }
 
   visibleNodes() {
@@ -54,7 +55,7 @@ class TreePanel {
       if (!item.children.length) { const share = item.alive ? 1 : dead; rows += share; item.row = rows - share / 2; }
       else { for (const child of item.children) place(child); item.row = item.children.reduce((sum, child) => sum + child.row, 0) / item.children.length; }
     };
-    for (const item of nodes) if (!this.byId.has(item.node.parent)) place(item);
+    for (const item of nodes.filter(item => !this.byId.has(item.node.parent)).sort((a, b) => this.byAncestry(a.node, b.node))) place(item);
     const row = Math.min(36, height / Math.max(1, rows)), top = 12 + (height - row * rows) / 2;
     this.row = row;
     let moving = false;
@@ -67,6 +68,15 @@ class TreePanel {
       this.heights.set(item.node.id, item.y);
     }
     return moving;
+  }
+
+  /* Rows as in the block tables, whatever part of the tree is in view: by the tokens at which two paths part. */
+  byAncestry(a, b) {
+    const { nodes } = this.pane.store;
+    while (a.t > b.t) a = nodes[a.parent];
+    while (b.t > a.t) b = nodes[b.parent];
+    while (a.parent !== b.parent) { a = nodes[a.parent]; b = nodes[b.parent]; }
+    return a.id - b.id;
   }
 
   bestPath() {
@@ -136,9 +146,9 @@ class TreePanel {
   /* Words where there is room: tips first, then the best path, then the rest; none over another. */
   drawLabels(context, nodes) {
     const { palette } = this.pane, taken = this.labels = [];
-    if (this.view.width < 30) return;
+    if (!this.view.isLabelled) return;
     const weight = item => (item.alive ? 4 : 0) + (item.children.length ? 0 : 2) + (this.best.has(item.node.id) ? 1 : 0);
-    const sorted = nodes.filter(item => item.alive || this.row > 13 && this.alpha(item) > .4).sort((a, b) => weight(b) - weight(a) || b.node.t - a.node.t);
+    const sorted = nodes.filter(item => item.alive || this.row > 13 && this.alpha(item) > .4 && this.isClear(item, nodes)).sort((a, b) => weight(b) - weight(a) || b.node.t - a.node.t);
     const large = Math.round(2 * Math.min(11.5, Math.max(9, this.row * .75))) / 2;
     context.textBaseline = 'middle'; context.textAlign = 'left';
     for (const item of sorted) {
@@ -157,15 +167,19 @@ class TreePanel {
     context.globalAlpha = 1;
   }
 
-  /* Behind the newest words: the branch's sum of log-probs. Where tips are too close, the best keep theirs. */
+  /* No other node of its step is so near that a word between them could belong to either. */
+  isClear(item, nodes) { return !nodes.some(other => other !== item && other.node.t === item.node.t && Math.abs(other.y - item.y) < 10); }
+
+  /* Behind the newest words: the branch and its sum of log-probs. Where tips are too close, the best keep theirs. */
   drawScores(context) {
-    const { store, state, palette } = this.pane, right = this.surface.width - 2, taken = [];
-    if (this.view.width < 30 || this.pane.fitAll) return;
+    const { store, state, palette } = this.pane, { end, isNarrow } = this.view, taken = [];
+    if (!this.view.isLabelled) return;
     context.font = palette.font(9.5); context.textAlign = 'right'; context.textBaseline = 'middle'; context.fillStyle = palette.get('muted');
     for (const place of store.bestFirst(state)) {
       const item = this.byId.get(state.live[place]);
       if (!item || taken.some(y => Math.abs(y - item.y) < 10)) continue;
-      taken.push(item.y); context.fillText(state.scores[place].toFixed(2).replace('-', '−'), right, item.y);
+      const score = state.scores[place].toFixed(2).replace('-', '−');
+      taken.push(item.y); context.fillText(isNarrow ? score : `b${place} ${score.padStart(7)}`, end, item.y);
     }
     context.textAlign = 'left';
   }

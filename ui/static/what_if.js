@@ -10,19 +10,22 @@ class WhatIfLesson {
     const body = make('div'); body.append(row, this.answer);
     this.hasDecoder = !scope.pane.isImported;
     if (!this.hasDecoder) { this.pages = [this.importedPage()]; return; }
-    this.pages = [{ panels: ['tables'], body, text: 'The kernel finds a token’s keys and values only through the block table. Change one entry: a real decoder is led up to this step, computes the next tokens with the right and with the wrong entry, and its integrity check is asked.' }];
+    const text = 'The kernel finds a token’s keys and values only through the block table. Change one entry: a real decoder is led up to '
+      + 'this step, computes the next tokens with the right and with the wrong entry, and its integrity check is asked.';
+    this.pages = [{ panels: ['tables'], body, text }];
     this.stepShown();
   }
 
   importedPage() {
     const { scope } = this, { settings } = scope.pane.store.start, body = make('div', 'lesson-row');
     if (settings) { const again = make('button', 'main', 'run its settings here'); again.addEventListener('click', () => { scope.lessons.close(); scope.runAgain(); }); body.append(again); }
-    const text = 'A what-if leads the decoder that made a run up to this step and asks it for its next tokens. This trace came from a file: it can be replayed, but there is no decoder behind it to ask.';
+    const text = 'A what-if leads the decoder that made a run up to this step and asks it for its next tokens. This trace came from a file: '
+      + 'it can be replayed, but there is no decoder behind it to ask.';
     return { body, text: settings ? `${text} The same settings can be run here; then ask again.` : `${text} It tells no settings either.` };
   }
 
   options(select, values, wanted) {
-    select.replaceChildren(...values.map(([value, text]) => { const option = make('option', '', text); option.value = value; return option; }));
+    select.replaceChildren(...values.map(([value, text]) => choice(value, text)));
     if (values.some(([value]) => value === wanted)) select.value = wanted;
   }
 
@@ -42,7 +45,8 @@ class WhatIfLesson {
   }
 
   fillBlocks() {
-    const { state, store } = this.scope.pane, table = state.tabs[+this.place.value], own = table[+this.column.value], blocks = [...new Set(state.tabs.flat())].filter(block => block !== own).sort((a, b) => a - b);
+    const { state, store } = this.scope.pane, table = state.tabs[+this.place.value], own = table[+this.column.value];
+    const blocks = [...new Set(state.tabs.flat())].filter(block => block !== own).sort((a, b) => a - b);
     const fills = store.fills(state), size = store.start.block_size, name = block => fills.has(block) ? `${block} (${size - fills.get(block)} of ${size} slots empty)` : String(block);
     this.options(this.block, blocks.map(block => [block, name(block)]), table.findLast(block => block !== own));
     this.ask.disabled = !blocks.length;
@@ -68,11 +72,12 @@ class WhatIfLesson {
     // Another run of the same search has the same sharing under other block ids: they are told in this run's.
     const sentence = answer.integrity.replace(/\bblock (\d+)/g, (all, id) => ids.has(+id) ? `block ${ids.get(+id)}` : all);
     const affected = places.filter((_, rank) => answer.tokens[rank].is_affected), changed = answer.tokens.filter(token => token.token_before !== token.token_after).length;
-    pane.wrongEntry = { column }; pane.wrongPlaces = new Set(affected); pane.mark('tables');
+    pane.wrongEntry = { column, block: +this.block.value }; pane.wrongPlaces = new Set(affected); pane.mark('tables');
     const readers = `${affected.length} of ${places.length} branches ${affected.length === 1 ? 'reads' : 'read'} through this entry (${affected.map(place => `b${place}`).join(', ')})`;
     const most = Math.max(...answer.tokens.map(token => token.logit_change)), rest = affected.length < places.length ? ' The others do not change.' : '';
-    const summary = make('p', '', changed ? `${readers}; ${changed} of them would now choose another token.${rest}`
-      : `${readers}, and all of them would still choose the same token: the model leans little on these words here, though logits move by up to ${most.toFixed(2)}.${rest} Try the first entry, a block with empty slots, or another step.`);
+    const nothing = `${readers}, and all of them would still choose the same token: the model leans little on these words here, though logits move by `
+      + `up to ${most.toFixed(2)}.${rest} Try the first entry, a block with empty slots, or another step.`;
+    const summary = make('p', '', changed ? `${readers}; ${changed} of them would now choose another token.${rest}` : nothing);
     summary.dataset.testid = 'summary';
     const check = make('p', 'bad'); check.append(make('b', '', 'integrity check: '), sentence); check.dataset.testid = 'integrity';
     this.answer.replaceChildren(summary, this.tokenTable(answer, places), check);
@@ -85,7 +90,9 @@ class WhatIfLesson {
     answer.tokens.forEach((token, rank) => {
       const row = body.insertRow(), percent = p => `${(100 * p).toFixed(0)} %`;
       row.className = token.token_before !== token.token_after ? 'bad' : token.is_affected ? '' : 'aside';
-      for (const text of [`b${places[rank]}`, `“${tokenLabel(token.token_before)}” ${percent(token.probability_before)}`, `“${tokenLabel(token.token_after)}” ${percent(token.probability_after)}`, token.logit_change < 1e-3 ? 'none' : token.logit_change.toFixed(2)]) row.insertCell().textContent = text;
+      const before = `“${tokenLabel(token.token_before)}” ${percent(token.probability_before)}`, after = `“${tokenLabel(token.token_after)}” ${percent(token.probability_after)}`;
+      const change = token.logit_change < 1e-3 ? 'none' : token.logit_change.toFixed(2);
+      for (const text of [`b${places[rank]}`, before, after, change]) row.insertCell().textContent = text;
     });
     return table;
   }
