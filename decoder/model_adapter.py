@@ -289,7 +289,7 @@ class ModelAdapter:
         inputs = token_ids[None], positions.to(self.device)[None], step, last
         if self._compiled is not None and self._compiles_prompts:
             try:
-                with _SWITCH, self._compiled.in_place():
+                with ONE_PASS_AT_A_TIME, self._compiled.in_place():
                     return self._forward(*inputs)[0]
             except torch.OutOfMemoryError:
                 raise
