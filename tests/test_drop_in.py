@@ -59,6 +59,23 @@ def _integrity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PagedRows, "step", checked)
 
 
+@pytest.fixture(autouse=True)
+def _draws_fail_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, drawing from what is no distribution ends the process, transformers' own call as well."""
+    if DEVICE == "cpu":
+        return
+    multinomial = torch.multinomial
+
+    def checked(probabilities: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not bool((probabilities.isfinite() & (probabilities >= 0)).all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        if not bool((probabilities.sum(-1) > 0).all()):
+            raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+        return multinomial(probabilities, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "multinomial", checked)
+
+
 @contextmanager
 def heard() -> Iterator[list[logging.LogRecord]]:
     """What cowbeam says inside the body."""
