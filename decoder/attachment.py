@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,14 +31,14 @@ class Knobs:
 
 @dataclass
 class Fitted:
-    """A model that was tried out where it lies now, and the KV memory between two calls.
+    """A model that was tried out where it lies now and as deep as it is, and the KV memory between two calls.
 
     Memory is kept on a GPU only, where captured steps are bound to it; on a CPU getting it anew costs nothing.
     """
 
     adapter: ModelAdapter
     shapes: list[LayerShape]
-    place: tuple[torch.device, torch.dtype]
+    place: Hashable
     kv_bytes: KVBytes
     kept: Memory | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,7 +90,7 @@ class Attachment:
         """The model tried out, now or before. Raises ValueError saying why it cannot be decoded over blocks."""
         if model.training:
             raise ValueError("the model is in training mode")
-        place = (model.device, model.dtype)
+        place = (model.device, model.dtype, getattr(model.config.get_text_config(), "num_hidden_layers", None))
         if self._refused is not None and self._refused[0] == place:
             raise ValueError(self._refused[1])
         if self._fitted is None or self._fitted.place != place:
@@ -103,7 +103,7 @@ class Attachment:
                 raise ValueError(self._refused[1]) from error
         return self._fitted
 
-    def _fit(self, model: PreTrainedModel, place: tuple[torch.device, torch.dtype]) -> Fitted:
+    def _fit(self, model: PreTrainedModel, place: Hashable) -> Fitted:
         self._fitted = None
         adapter = ModelAdapter(model, attention_path(self.knobs.attention, model, self.knobs.block_size))
         on_cuda = adapter.path == "triton" and adapter.device.type == "cuda"

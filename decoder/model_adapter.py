@@ -74,8 +74,7 @@ class ModelAdapter:
         self.device = entry_device(model)
         self.is_on_one_device = is_on_one_device(model)
         self.vocabulary_size = len(embedding)  # token ids the embedding knows
-        configs = (getattr(module, "config", None) for module in model.modules())
-        self._configs: list[Any] = list({id(config): config for config in configs if config is not None}.values())
+        self._configs = self._find_configs()
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._attention_modules: list[torch.nn.Module] = []
         self._gathered = GatheredModel(model, self._run_as_it_is)
@@ -183,8 +182,14 @@ class ModelAdapter:
             if parts != self._parts:
                 self._parts = parts
                 self.version += 1
+                self._configs = self._find_configs()  # a copied layer has one of its own
                 self._fused.leave_out_strangers(self.model)
                 self._on_cpu = self._find_cpu_linears()
+
+    def _find_configs(self) -> list[Any]:
+        """Of the model and of its parts, which read there how they attend."""
+        configs = (getattr(module, "config", None) for module in self.model.modules())
+        return list({id(config): config for config in configs if config is not None}.values())
 
     def _find_cpu_linears(self) -> CPULinears | None:
         return CPULinears(self.model) if self.device.type == "cpu" and is_faster_here() else None

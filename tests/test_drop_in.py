@@ -715,6 +715,22 @@ def test_weights_and_dtype_that_change_between_calls() -> None:
     assert torch.equal(own_generate(model, **inputs, **BEAMS), doubled)
 
 
+def test_a_model_that_grows() -> None:
+    """A copied layer has a config of its own: it went on to attend in its owner's way, over its newest token alone."""
+    model: Any = attach(copy.deepcopy(tiny_model("llama")), block_size=4)
+    inputs = padded([[3, 1, 4, 1, 5], [9, 2]])
+    model.generate(**inputs, **BEAMS)
+    grown = copy.deepcopy(model.model.layers[0])
+    grown.self_attn.layer_idx = len(model.model.layers)
+    model.model.layers.append(grown)
+    model.config.num_hidden_layers += 1
+    call = {**BEAMS, "return_dict_in_generate": True, "output_logits": True}
+    with heard() as records:
+        got = model.generate(**inputs, **call)
+    assert decoded_by_cowbeam(records)
+    assert difference(own_generate(model, **inputs, **call), got) is None
+
+
 def test_custom_generate() -> None:
     """For one call, of a model that is attached or not."""
     model: Any = copy.deepcopy(tiny_model("llama"))
