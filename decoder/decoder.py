@@ -480,10 +480,9 @@ def _is_one_prompt(prompts: Any) -> bool:
 
 
 def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int | None, max_rows: int) -> None:
-    if max_rows is None:
-        raise ValueError("max_rows must be a positive integer, got None")
-    for name, value in (("num_blocks", num_blocks), ("kv_memory", kv_memory), ("max_rows", max_rows)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    may_be_none = (("num_blocks", num_blocks), ("kv_memory", kv_memory))
+    for name, value in (*((name, value) for name, value in may_be_none if value is not None), ("max_rows", max_rows)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
     if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")

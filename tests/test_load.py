@@ -31,6 +31,7 @@ class Load(NamedTuple):
     longest_wait: int  # turns between two steps of a request that had begun
     turns: int
     unused_slots: float  # their share of the slots of live blocks, over all turns
+    objects: list[int]  # of Python, in the course of it
     decoder: Decoder
 
 
@@ -74,31 +75,35 @@ def run_load(count: int, new_tokens: int, block_size: int = BLOCK_SIZE, look_eve
     decoder = Decoder(small_model(), block_size=block_size, num_blocks=num_blocks, max_rows=MAX_ROWS)
     engine = decoder._engine
     assert engine is not None
-    runs = [decoder.add_request(*job) for job in jobs]
+    runs = {decoder.add_request(*job): index for index, job in enumerate(jobs)}
+    in_flight = {index: run for run, index in runs.items()}
     begins: dict[int, int] = {}
     last_step: dict[int, tuple[int, int]] = {}  # steps so far, and the turn of the last
-    waiting = list(range(count))
-    longest_wait, slots, filled = 0, 0, 0
+    longest_wait, slots, filled, objects = 0, 0, 0, []
     for turn in itertools.count(1):
-        decoder.step()
-        begun = [index for index in waiting if runs[index].has_begun]
-        waiting = [index for index in waiting if not runs[index].has_begun]
-        begins |= dict.fromkeys(begun, turn)
-        last_step |= dict.fromkeys(begun, (0, turn))
-        for index, (steps, before) in last_step.items():
-            if runs[index].group.steps > steps:
+        for run in decoder.step():
+            assert run.result is not None, run.error
+            index = runs.pop(run)
+            assert index or not run.result.stats.preemptions, "the oldest always gets on"
+            del in_flight[index]
+            last_step.pop(index, None)
+        for index, run in in_flight.items():
+            if not run.has_begun:
+                continue
+            begins.setdefault(index, turn)
+            steps, before = last_step.get(index, (0, turn))
+            if run.group.steps > steps:
                 longest_wait = max(longest_wait, turn - before)
-                last_step[index] = (runs[index].group.steps, turn)
-        last_step = {index: step for index, step in last_step.items() if not runs[index].is_over}
+                last_step[index] = (run.group.steps, turn)
         if turn % look_every == 0:
             live, held = count_slots(engine, block_size)
             slots, filled = slots + live, filled + held
+            objects.append(len(gc.get_objects()))
             decoder.check_integrity()
-        if not engine._runs:
+        if not in_flight:
             break
-    assert all(run.result is not None for run in runs), [run.error for run in runs if run.error]
     assert_unused(decoder)
-    return Load([begins[index] for index in range(count)], longest_wait, turn, 1 - filled / slots, decoder)
+    return Load([begins[index] for index in range(count)], longest_wait, turn, 1 - filled / slots, objects, decoder)
 
 
 def check_load(load: Load, new_tokens: int) -> None:
@@ -108,6 +113,8 @@ def check_load(load: Load, new_tokens: int) -> None:
     assert load.decoder.counters().preemptions > 0, "the pool was never full"
     # Who is preempted waits for older requests alone, and comes back before all others.
     assert load.longest_wait <= 2 * new_tokens
+    half = len(load.objects) // 2
+    assert max(load.objects[half:]) < 1.02 * max(load.objects[:half]), "memory grows"
 
 
 def test_a_pool_of_a_tenth_is_enough() -> None:
