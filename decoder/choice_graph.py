@@ -10,7 +10,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from cowbeam.decoder.batch import DecodeInputs, ready_to_send, to_device
 from cowbeam.decoder.candidates import Choice
 from cowbeam.decoder.flight import Flight, Proposals, foresee, in_order, parents_of
-from cowbeam.decoder.step_graph import CapturedStep, StepGraphs
+from cowbeam.decoder.step_graph import CapturedStep, GraphMemory, StepGraphs
 from cowbeam.kernels.advance import advance_rows
 
 logger = logging.getLogger("cowbeam")
@@ -111,10 +110,10 @@ class _CapturedChoice:
         self._flight = replace(flight, groups=[], rows=self._ahead.rows, given=self._given)
         self._graph = torch.cuda.CUDAGraph()
 
-    def capture(self, pool: Any, block_size: int, scratch_block: int) -> None:
+    def capture(self, memory: GraphMemory, block_size: int, scratch_block: int) -> None:
         """Record, without running it."""
         mine = self._ahead
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with memory.capture(self._graph):
             now = look_ahead(self._flight, self._inputs, self._upcoming, mine.tables_before, block_size, scratch_block)
             for name in ("tokens", "ranks", "scores"):
                 _copy([getattr(c, name) for c in mine.choices], [getattr(c, name) for c in now.choices])
@@ -193,7 +192,8 @@ class ChoiceGraphs:
     def _capture(self, choices: "_Choices", signature: Hashable, flight: Flight, ahead: Ahead) -> None:
         captured = _CapturedChoice(flight, ahead, self._graphs.inputs)
         try:
-            captured.capture(self._graphs.pool, self._block_size, self._scratch_block)
+            assert self._graphs.memory is not None, "a step was captured"
+            captured.capture(self._graphs.memory, self._block_size, self._scratch_block)
         except RuntimeError as error:  # the step itself is computed: what is lost is only time
             logger.warning("choices go on without CUDA graphs: %s", str(error).splitlines()[0])
             self._can_capture = False

@@ -6,8 +6,8 @@ whose forward pass waits for the device) goes on eagerly, found out at the first
 """
 
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +43,32 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+class GraphMemory:
+    """Where graphs of one decoder are captured: they share memory, since only one runs at a time.
+
+    The stream is part of it: torch lets a graph reuse what others of the same stream have given back. And it is the
+    device's own: torch's default is made once, for whatever device was the first to capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        """What the body launches is recorded, not run. Other threads may use the device meanwhile."""
+        captures: AbstractContextManager[None] = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        return captures
+
+
 class CapturedStep:
     """One bucket's graph and the buffers it reads and writes."""
 
-    def __init__(self, adapter: ModelAdapter, cache: KVCache, bucket: _Bucket, pool: Any) -> None:
+    def __init__(self, adapter: ModelAdapter, cache: KVCache, bucket: _Bucket, memory: "GraphMemory") -> None:
         self._adapter = adapter
         self._cache = cache
-        self._pool = pool
+        self._memory = memory
         self._graph = torch.cuda.CUDAGraph()
         rows, device = bucket.rows, adapter.device
         self._padding_slot = cache.scratch_block * cache.block_size
@@ -93,7 +112,7 @@ class CapturedStep:
         with torch.cuda.stream(stream):
             self._adapter.decode(self._cache, self.inputs)
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        with self._memory.capture(self._graph):
             self._logits = self._adapter.decode(self._cache, self.inputs)
 
     def replay(self, rows: int) -> Tensor:
@@ -118,7 +137,7 @@ class StepGraphs:
         self._rows = 0
         self._captured: dict[_Bucket, CapturedStep] = {}
         self._version = adapter.version
-        self.pool: Any = None  # of graph memory, shared: only one graph runs at a time
+        self.memory: GraphMemory | None = None
         self.is_capturing = adapter.can_capture
 
     @torch.inference_mode()
@@ -154,13 +173,13 @@ class StepGraphs:
         Of the graphs' memory too: torch gives it back with the last graph and captures nothing into it any more.
         """
         self._captured.clear()
-        self.step = self.pool = None
+        self.step = self.memory = None
         self._version = self._adapter.version
 
     def _capture(self, bucket: _Bucket, inputs: DecodeInputs) -> CapturedStep | None:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        step = CapturedStep(self._adapter, self._cache, bucket, self.pool)
+        if self.memory is None:
+            self.memory = GraphMemory(self._adapter.device)
+        step = CapturedStep(self._adapter, self._cache, bucket, self.memory)
         step.load(inputs)
         try:
             step.capture()
@@ -169,6 +188,7 @@ class StepGraphs:
         except RuntimeError as error:
             # A forward pass that waits for the device cannot be captured; nothing of the step is lost by that.
             if self._adapter.batch_experts():
+                self.memory = None  # torch takes it for one that is being captured into yet
                 return self._capture(bucket, inputs)
             name = type(self._adapter.model).__name__
             logger.warning("%s decodes without CUDA graphs: %s", name, str(error).splitlines()[0])

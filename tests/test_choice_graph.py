@@ -48,7 +48,7 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog):
         pass
 
     step = Step()
-    graphs = ChoiceGraphs(SimpleNamespace(step=step, inputs=None, pool=None), block_size=4, scratch_block=9)
+    graphs = ChoiceGraphs(SimpleNamespace(step=step, inputs=None, memory="lent"), block_size=4, scratch_block=9)
     source = SimpleNamespace(signature=lambda width: ("beams", width))
     flight = SimpleNamespace(sources=[source], rows=[[0, 1]])
     with (

@@ -71,6 +71,7 @@ def test_a_failed_capture_is_tried_once_more(family: str, captured: bool, monkey
     adapter = ModelAdapter(make_model(family, FAMILIES[family]), "torch")
     adapter.probe(2)
     attempts: list[bool] = []
+    memories: list[torch.device] = []
 
     class Step:
         def __init__(self, *args: Any) -> None:
@@ -85,12 +86,13 @@ def test_a_failed_capture_is_tried_once_more(family: str, captured: bool, monkey
                 raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
 
     monkeypatch.setattr(step_graph, "CapturedStep", Step)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(step_graph, "GraphMemory", memories.append)
     graphs = StepGraphs(adapter, None)  # type: ignore[arg-type]
     graphs.is_capturing = True
     step = graphs._capture(None, None)  # type: ignore[arg-type]
     assert (step is not None, graphs.is_capturing) == (captured, captured)
     assert attempts == ([False, True] if captured else [False])
+    assert len(memories) == len(attempts), "torch captures nothing more into memory whose capture failed"
 
 
 @pytest.mark.cuda
