@@ -290,7 +290,9 @@ class ModelAdapter:
         slots = blocks * cache.block_size + positions % cache.block_size
         step = PrefillStep(cache, self._kernels, slots.to(self.device), lengths, list(starts), padded.to(self.device))
         token_ids = torch.tensor([token for piece in pieces for token in piece], device=self.device)
-        last = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
+        last = torch.tensor(lengths).cumsum(0) - 1
+        # The last hidden states may lie on another device than the first: an index on the host goes with any.
+        last = last.to(self.device) if self.is_on_one_device else last
         inputs = token_ids[None], positions.to(self.device)[None], step, last
         if self._compiled is not None and self._compiles_prompts:
             try:

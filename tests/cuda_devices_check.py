@@ -35,6 +35,10 @@ def split(model: PreTrainedModel) -> Any:
     """The first half of the layers on GPU 0, the others and the head on GPU 1."""
     name, layers = next((name, part) for name, part in model.named_modules() if isinstance(part, nn.ModuleList))
     device_map: dict[str, Any] = {f"{name}.{n}": 0 if n < (len(layers) + 1) // 2 else 1 for n in range(len(layers))}
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for part, module in model.named_modules():
+        if module is head and head.weight is embedding.weight:
+            device_map[part] = 0  # one tensor lies on one device
     is_before = True  # embeddings come before the layers, norms and heads after; what has buffers serves all layers
     for part, module in model.named_modules():
         is_before &= part != name
