@@ -20,6 +20,8 @@ from cowbeam.decoder.strategy import Candidate
 # token differently. Reading a wrong block gives an error near 1.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_HALF = 0.2
+# Prompts tried in half precision, where rounding may send a token to another expert. Wrong blocks show in each of them.
+ATTEMPTS_HALF = 3
 
 
 def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_size: int, num_branches: int = 3) -> None:
@@ -28,17 +30,20 @@ def check_paged_logits(adapter: ModelAdapter, shapes: list[LayerShape], block_si
     A prompt of odd length is prefilled, forked in the middle of a block and each of the branches given other tokens:
     a write into the shared block, a read of another branch's or a wrong one of several copies shows.
     """
-    rng = random.Random(0)
-    vocabulary = adapter.vocabulary_size
-    prompt = tuple(rng.randrange(vocabulary) for _ in range(7))
-    appended = [[rng.randrange(vocabulary) for _ in range(3)] for _ in range(num_branches)]
-    error = _relative_error(adapter, shapes, block_size, prompt, appended)
-    tolerance = TOLERANCE.get(adapter.model.dtype, TOLERANCE_HALF)
-    if not error <= tolerance:
-        raise UnpageableError(
-            f"{type(adapter.model).__name__} cannot be decoded over KV blocks: its paged logits differ from its own "
-            f"by {error:.1e} (relative, {tolerance:g} allowed)"
-        )
+    dtype = adapter.model.dtype
+    tolerance = TOLERANCE.get(dtype, TOLERANCE_HALF)
+    errors = []
+    for seed in range(1 if dtype in TOLERANCE else ATTEMPTS_HALF):
+        rng = random.Random(seed)
+        prompt = tuple(rng.randrange(adapter.vocabulary_size) for _ in range(7))
+        appended = [[rng.randrange(adapter.vocabulary_size) for _ in range(3)] for _ in range(num_branches)]
+        errors.append(_relative_error(adapter, shapes, block_size, prompt, appended))
+        if errors[-1] <= tolerance:
+            return
+    raise UnpageableError(
+        f"{type(adapter.model).__name__} cannot be decoded over KV blocks: its paged logits differ from its own by "
+        f"{min(errors):.1e} (relative, {tolerance:g} allowed)"
+    )
 
 
 def _relative_error(
