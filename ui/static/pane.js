@@ -53,6 +53,7 @@ class Pane {
     const marked = [...this.dirty];
     this.dirty.clear();
     for (const name of marked) if (this.panels[name].draw()) this.dirty.add(name);
+    if (marked.includes('tree')) this.showTrunk();  // last: text on a canvas lays out the document that was written to before it
   }
 
   forgetLook() {
@@ -94,13 +95,13 @@ class Pane {
     inspector.show(); this.mark('pool', 'tables');
   }
 
-  showTrunk(from, ancestor) {
-    const { store, state } = this;
+  showTrunk() {
+    const { store, state } = this, ancestor = this.fitAll ? -1 : store.commonAncestor(state);
     let tokens = 0, text = '';
-    if (from > 0 && ancestor >= 0) { const path = store.path(ancestor); tokens = path.length; text = visibleText(store.text(path)); }
+    if (ancestor >= 0) { const path = store.path(ancestor); tokens = path.length; text = visibleText(store.text(path)); }
     const branches = occupied(state).length;
     const agreed = branches > 1 ? `agreed by all ${branches} branches, ${plural(tokens, 'token')}: ` : `${plural(tokens, 'token')}: `;
-    setText(this.output('trunkhint'), tokens ? agreed : branches > 1 && from > 0 ? 'not one token agreed by all branches yet' : ' ');
+    setText(this.output('trunkhint'), tokens ? agreed : branches > 1 && !this.fitAll ? 'not one token agreed by all branches yet' : ' ');
     const { width } = this.panels.tree.surface, room = Math.floor((width > 560 ? width - 250 : width) / 6.95);  // below the hint where it is narrow
     setText(this.output('trunk'), text.length > room ? '…' + text.slice(1 - room) : text);
   }

@@ -33,18 +33,20 @@ class TablesPanel {
     const column = Math.min(66, (this.surface.width - left) / Math.max(1, columns - folded));
     this.geometry = { left, folded, column, row: Math.min(28, (this.surface.height - TABLE_TOP) / rows.length) };
     this.drawLabels(context, columns);
-    const fills = store.fills(state), copied = new Set(pane.frame.ev.filter(event => event[0] === 'cow').map(event => event[2]));
-    const age = pane.age(700);
-    if (folded) this.drawFold(context, folded);
+    const fills = store.fills(state), age = pane.age(700);
     for (let j = folded; j < columns; j++) for (let first = 0; first < rows.length;) {
       const block = state.tabs[rows[first]][j];
       let end = first + 1;
       if (block !== undefined) {
         while (end < rows.length && state.tabs[rows[end]][j] === block) end++;
-        this.drawShape(context, { block, first, end, j, fills, isCopied: copied.has(block), age });
+        this.shapes.push(this.shape(block, first, end, j, fills));
       }
       first = end;
     }
+    this.fillShapes(context);
+    this.ringShapes(context, age);
+    this.numberShapes(context);
+    if (folded) this.drawFold(context, folded);
     if (pane.wrongEntry) this.drawWrong(context);
     return age < 1;
   }
@@ -83,22 +85,44 @@ class TablesPanel {
     this.shapes.push({ x: TABLE_LEFT, y: TABLE_TOP, width, height, first: 0, end: rows.length, from: 0, columns: folded, block: table[0] });
   }
 
-  drawShape(context, { block, first, end, j, fills, isCopied, age }) {
-    const { pane, rows } = this, { store, state, palette } = pane, { left, folded, column, row } = this.geometry, gap = row > 9 ? 2 : 1;
-    const x = left + (j - folded) * column + gap / 2, y = TABLE_TOP + first * row + gap / 2, width = column - gap, height = (end - first) * row - gap;
-    const isLast = state.tabs[rows[first]].length - 1 === j, size = store.start.block_size;
-    const share = isLast ? (fills.get(block) ?? size) / size : 1, sharers = state.ref[block];
-    this.shapes.push({ x, y, width, height, first, end, from: j, columns: 1, block });
-    context.fillStyle = pane.colour === 'identity' ? identityColour(block) : palette.bySharers(sharers);
-    const box = [x, y, width, height];
-    fillBox(context, box, 4, share, false);
-    if (isCopied) { context.globalAlpha = 1 - age * .25; strokeBox(context, box, 4, palette.get('cow'), 2.2); context.globalAlpha = 1; }
-    if (block === (pane.hover.block ?? pane.selectedBlock)) strokeBox(context, box, 4, palette.get('ink'), 2);
-    if (width < 15 || height < 9) return;
-    const pixels = Math.round(Math.min(11, Math.max(8.5, height * .62)));
-    context.font = palette.font(pixels, 700); context.textAlign = 'center'; context.textBaseline = 'middle';
-    context.fillStyle = share <= .6 ? palette.get('ink') : pane.colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
-    if (textWidth(context, String(block), pixels) < width - 2) context.fillText(block, x + width / 2, y + height / 2 + .5);
+  shape(block, first, end, j, fills) {
+    const { store, state } = this.pane, { left, folded, column, row } = this.geometry, gap = row > 9 ? 2 : 1, size = store.start.block_size;
+    const isLast = state.tabs[this.rows[first]].length - 1 === j, share = isLast ? (fills.get(block) ?? size) / size : 1;
+    return { block, first, end, from: j, columns: 1, share, sharers: state.ref[block],
+             x: left + (j - folded) * column + gap / 2, y: TABLE_TOP + first * row + gap / 2, width: column - gap, height: (end - first) * row - gap };
+  }
+
+  /* All of one colour at once: a colour or a font costs more to set than to use, and there may be a thousand shapes. */
+  fillShapes(context) {
+    const { palette, colour } = this.pane, paint = shape => colour === 'identity' ? identityColour(shape.block) : palette.bySharers(shape.sharers);
+    for (const [fill, shapes] of Map.groupBy(this.shapes, paint)) {
+      context.fillStyle = fill; context.beginPath();
+      for (const { x, y, width, height, share } of shapes) if (share >= 1) context.roundRect(x, y, width, height, Math.min(4, width / 2, height / 2));
+      context.fill();
+      for (const { x, y, width, height, share } of shapes) if (share < 1) fillBox(context, [x, y, width, height], 4, share, false);
+    }
+  }
+
+  ringShapes(context, age) {
+    const { pane } = this, { palette } = pane, copied = new Set(pane.frame.ev.filter(event => event[0] === 'cow').map(event => event[2]));
+    const pointed = pane.hover.block ?? pane.selectedBlock, ring = ({ x, y, width, height }, colour, line) => strokeBox(context, [x, y, width, height], 4, palette.get(colour), line);
+    context.globalAlpha = 1 - age * .25;
+    for (const shape of this.shapes) if (copied.has(shape.block)) ring(shape, 'cow', 2.2);
+    context.globalAlpha = 1;
+    for (const shape of this.shapes) if (shape.block === pointed) ring(shape, 'ink', 2);
+  }
+
+  numberShapes(context) {
+    const { palette, colour } = this.pane, sizeOf = ({ height }) => Math.round(Math.min(11, Math.max(8.5, height * .62)));
+    const ink = ({ share, sharers }) => share <= .6 ? palette.get('ink') : colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
+    context.textAlign = 'center'; context.textBaseline = 'middle';
+    for (const [pixels, shapes] of Map.groupBy(this.shapes.filter(shape => shape.width >= 15 && shape.height >= 9), sizeOf)) {
+      context.font = palette.font(pixels, 700);
+      for (const shape of shapes) {
+        if (textWidth(context, String(shape.block), pixels) >= shape.width - 2) continue;
+        context.fillStyle = ink(shape); context.fillText(shape.block, shape.x + shape.width / 2, shape.y + shape.height / 2 + .5);
+      }
+    }
   }
 
   /* The entry that the what-if lesson changed, in every row that reads it: the wrong block instead of its own. */

@@ -46,7 +46,15 @@ function showBranches(pane) {
   state.finished.forEach((end, i) => showEnded(list.children[places.length + i], end, i, bestText));
 }
 
-const TEXT_SHOWN = 60;
+/* As much as a row of a wide screen holds: more would be laid out at every step and never seen. */
+const TOKENS_SHOWN = 60, CHARACTERS_SHOWN = 140;
+
+/* Where the end of a path that is shown begins. */
+function tailOf(store, path) {
+  let from = path.length, characters = 0;
+  while (from > 0 && path.length - from < TOKENS_SHOWN && characters < CHARACTERS_SHOWN) characters += store.nodes[path[--from]].text.length;
+  return from;
+}
 
 function showLive(pane, row, place, rank, best) {
   const { store, state } = pane, path = store.path(state.live[place]);
@@ -55,7 +63,7 @@ function showLive(pane, row, place, rank, best) {
   row.className = rank === 0 ? 'best' : ''; row.dataset.place = place; row.dataset.testid = `branch-${rank}`;
   setText(row.children[0], `${rank === 0 ? '★' : ''}b${place}`); setText(row.children[1], state.scores[place].toFixed(2));
   row.children[1].title = 'sum of log-probs'; row.wholeText = () => store.text(path);
-  const from = Math.max(0, path.length - TEXT_SHOWN), part = (a, b) => visibleText(store.text(path.slice(Math.max(from, a), Math.max(from, b))));
+  const from = tailOf(store, path), part = (a, b) => visibleText(store.text(path.slice(Math.max(from, a), Math.max(from, b))));
   const last = path.length - 1;
   showParts(row, part(0, Math.min(shared, last)), part(shared, last), visibleText(store.nodes[path[last]].text));
 }
@@ -66,7 +74,7 @@ function showEnded(row, [, text, score, reason], i, bestText) {
   row.children[1].title = 'score: sum of log-probs ÷ length to the power of the length penalty'; row.wholeText = () => text;
   let shared = 0;
   while (i > 0 && shared < text.length && text[shared] === bestText[shared]) shared++;
-  const from = Math.max(0, text.length - TEXT_SHOWN * 5);
+  const from = Math.max(0, text.length - CHARACTERS_SHOWN);
   showParts(row, visibleText(text.slice(from, Math.max(from, shared))), visibleText(text.slice(Math.max(from, shared))), '');
 }
 

@@ -9,7 +9,7 @@ class TreePanel {
   forgetLook() { this.surface.forgetSize(); this.heights.clear(); }
 
   draw() {
-    const { pane } = this, { store, state } = pane;
+    const { pane } = this, { store } = pane;
     this.surface.setHeight(Math.min(440, Math.max(230, 60 + store.start.width * 22)));
     const context = this.surface.begin();
     this.view = this.chooseView();
@@ -21,7 +21,6 @@ class TreePanel {
     this.drawLabels(context, nodes);
     this.drawScores(context);
     this.placed = nodes;
-    pane.showTrunk(pane.fitAll ? -1 : this.view.from, store.commonAncestor(state));
     return moving;
   }
 
