@@ -1,5 +1,8 @@
 /* The component: messages in, panes on one clock, buttons and keys. Entry point: mountScope. */
 
+/* Marks fade in few pictures: the model may be computing on the cores that draw them. */
+const FADE_MS = 90;
+
 class Scope {
   constructor(host, { props, watch, server, trigger }) {
     Object.assign(this, { host, server, trigger, frameRequest: 0, drawn: 0, drawMs: 0, slowest: 0 });
@@ -137,14 +140,15 @@ class Scope {
   wake() { if (!this.frameRequest) this.frameRequest = requestAnimationFrame(now => this.drawFrame(now)); }
 
   drawFrame(now) {
-    cancelAnimationFrame(this.frameRequest); this.frameRequest = 0;
+    cancelAnimationFrame(this.frameRequest); clearTimeout(this.fading); this.frameRequest = 0;
     if (!this.host.isConnected) return;
     if (this.clock.isPlaying) this.clock.tick(now);
     const begun = performance.now(), wasDirty = this.timeIsDirty || this.shown.some(pane => pane.dirty.size);
     for (const pane of this.shown) pane.draw();
     if (this.timeIsDirty) { this.timeIsDirty = false; if (this.stores.length) this.timeline.draw(); }
     if (wasDirty) { const took = performance.now() - begun; this.drawn++; this.drawMs += took; this.slowest = Math.max(this.slowest, took); }
-    if (this.clock.isPlaying || this.shown.some(pane => pane.dirty.size)) this.wake();
+    if (this.clock.isPlaying) this.wake();
+    else if (this.shown.some(pane => pane.dirty.size)) this.fading = setTimeout(() => this.wake(), FADE_MS);
   }
 
   restyle() {
