@@ -1,7 +1,10 @@
 """What the self-check asks of a model: the same logits, paged; in half precision of one prompt in three."""
 
+import itertools
+
 import pytest
 import torch
+from torch import Tensor
 
 from cowbeam.decoder import self_check
 from cowbeam.decoder.kv_cache import KVCache
@@ -38,12 +41,16 @@ def test_attempts(dtype: torch.dtype, errors: list[float], passes: bool, monkeyp
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_wrong_slots_show_in_half_precision_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three attempts must not let a wrong write through."""
+def test_wrong_copies_show_in_half_precision_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three attempts must not let blocks through that were not copied."""
     adapter = ModelAdapter(make_model(family, FAMILIES[family]).to(torch.bfloat16), "torch")
     shapes = adapter.probe(2)
     self_check.check_paged_logits(adapter, shapes, 4)
-    copy = KVCache.copy
-    monkeypatch.setattr(KVCache, "copy", lambda self, _, destinations: copy(self, destinations, destinations))
+
+    def copy_nothing(cache: KVCache, _: Tensor, destinations: Tensor) -> None:
+        for tensor in itertools.chain.from_iterable(layer.tensors for layer in cache.layers):
+            tensor[destinations] = 0  # what is left as it was may hold the right numbers of a check before
+
+    monkeypatch.setattr(KVCache, "copy", copy_nothing)
     with pytest.raises(UnpageableError, match="paged logits differ from its own by"):
         self_check.check_paged_logits(adapter, shapes, 4)
