@@ -36,6 +36,8 @@ class Flight:
 
 def given_to(sources: Sequence[CandidateSource], device: torch.device) -> list[Tensor]:
     """What each source needs to propose, see `CandidateSource.propose`; sent in two pieces."""
+    if not sources:
+        return []
     scores = [source.beam_scores for source in sources]
     draws = [source.draws for source in sources]
     numbers = uniforms(*zip(*itertools.chain(*draws), strict=True)) if any(draws) else []
@@ -79,6 +81,11 @@ class Share(NamedTuple):
     candidates: list[int]
     ranks: list[int]
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of the candidates, three each, and of the ranks."""
+        return 3 * sum(self.candidates), sum(self.ranks)
+
 
 @dataclass(frozen=True)
 class Proposals:
@@ -110,9 +117,9 @@ class Proposals:
 def of_each_group(packed: Tensor, shares: Sequence[Share]) -> list[tuple[Tensor, Tensor]]:
     """Of each group its candidates, [3, n], and its rows' greatest logits."""
     found: dict[int, tuple[Tensor, Tensor]] = {}
+    numbers = iter(torch.split(packed, [size for share in shares for size in share.sizes]))
     for members, candidates, ranks in shares:
-        size, end = 3 * sum(candidates), 3 * sum(candidates) + sum(ranks)
-        columns, maxima, packed = packed[:size].view(3, -1), packed[size:end], packed[end:]
+        columns, maxima = next(numbers).view(3, -1), next(numbers)
         parts = zip(torch.split(columns, candidates, 1), torch.split(maxima, ranks), strict=True)
         found |= dict(zip(members, parts, strict=True))
     return [found[number] for number in range(len(found))]

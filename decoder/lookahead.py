@@ -25,7 +25,7 @@ class Landing:
 
     def __init__(self, packed: Tensor, shares: Sequence[Share]) -> None:
         self._shares = shares
-        self._size = sum(3 * sum(share.candidates) + sum(share.ranks) for share in shares)
+        self._size = sum(itertools.chain.from_iterable(share.sizes for share in shares))
         self._host = packed
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
