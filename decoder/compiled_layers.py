@@ -109,13 +109,14 @@ def find_layers(model: nn.Module, attention_modules: Sequence[nn.Module]) -> lis
 
 
 def find_around(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules beside the layers that hold numbers, the greatest first; products are not among them."""
+    """Modules beside the layers that hold numbers, each whole; products are not among them."""
     inside = {id(module) for layer in layers for module in layer.modules()}
+    known = set(inside)
     found: list[nn.Module] = []
     for module in model.modules():
-        known = inside.union(id(part) for outer in found for part in outer.modules())
         if id(module) in known or isinstance(module, nn.Linear) or not inside.isdisjoint(map(id, module.modules())):
             continue
         if any(True for _ in itertools.chain(module.parameters(), module.buffers())):
             found.append(module)
+            known.update(map(id, module.modules()))
     return found
