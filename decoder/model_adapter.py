@@ -166,8 +166,16 @@ class ModelAdapter:
         step = ProbeStep()
         token_ids = torch.zeros(1, num_tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(num_tokens, device=self.device)[None]
-        self._forward(token_ids, positions, step, last=torch.tensor([num_tokens - 1], device=self.device))
+        self._forward(token_ids, positions, step, last=self._last([num_tokens]))
         return step
+
+    def _last(self, lengths: Sequence[int]) -> Tensor:
+        """Where the last tokens of packed pieces are.
+
+        The last hidden states may lie on another device than the first: an index on the host goes with any.
+        """
+        last = torch.tensor(lengths).cumsum(0) - 1
+        return last.to(self.device) if self.is_on_one_device else last
 
     def follow_owner(self) -> None:
         """Raise ``version`` if the model's tensors lie elsewhere or it has other hooks than before.
@@ -290,10 +298,7 @@ class ModelAdapter:
         slots = blocks * cache.block_size + positions % cache.block_size
         step = PrefillStep(cache, self._kernels, slots.to(self.device), lengths, list(starts), padded.to(self.device))
         token_ids = torch.tensor([token for piece in pieces for token in piece], device=self.device)
-        last = torch.tensor(lengths).cumsum(0) - 1
-        # The last hidden states may lie on another device than the first: an index on the host goes with any.
-        last = last.to(self.device) if self.is_on_one_device else last
-        inputs = token_ids[None], positions.to(self.device)[None], step, last
+        inputs = token_ids[None], positions.to(self.device)[None], step, self._last(lengths)
         if self._compiled is not None and self._compiles_prompts:
             try:
                 with ONE_PASS_AT_A_TIME, self._compiled.in_place():

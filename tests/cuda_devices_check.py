@@ -1,6 +1,6 @@
 """Models of every level on GPUs; on a machine with two GPUs or more also on several. Not collected by pytest.
 
-    PYTHONPATH=.cache/types:tests python3 tests/cuda_devices_check.py
+    PYTHONPATH=.cache/types:tests python3 tests/cuda_devices_check.py [on_the_first] [offloaded] [split] [on_the_second]
 
 Each model lies wholly on a GPU, or half on one and half on the next (accelerate's hooks), or wholly on the second one,
 or with weights offloaded to the host. Tokens must be those of the same model on a CPU, and by `generate` those of
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, attach
 from cowbeam.decoder.placement import entry_device
 from fakes import token_ids
-from families import Forks, block_logits, eager_logits, family_model, largest_error
+from families import LEVELS, Forks, block_logits, eager_logits, family_model, largest_error
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "qwen3_moe", "gpt2", "bloom", "llama4_text", "jamba", "qwen3_next", "mamba")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [9, 2], [7] * 40]
@@ -43,7 +43,8 @@ def split(model: PreTrainedModel) -> Any:
     for part, module in model.named_modules():
         is_before &= part != name
         holds_layers = name.startswith(part) or part.startswith(name)
-        if part and not holds_layers and not any(part.startswith(f"{other}.") for other in device_map):
+        is_placed = any(part == other or part.startswith(f"{other}.") for other in device_map)
+        if part and not holds_layers and not is_placed:
             device_map[part] = 0 if is_before or list(module.buffers()) else 1
     return dispatch_model(model, device_map, main_device=0)
 
@@ -85,10 +86,13 @@ def check(name: str, place: Callable[[PreTrainedModel], Any]) -> list[str]:
     forks = Forks.make()
     with Decoder(place(family_model(name)), block_size=16, num_blocks=64, compile=False) as decoder:
         got = block_logits(decoder, forks)
+        level = decoder.level
         capturing = decoder._engine._graphs.is_capturing  # type: ignore[union-attr]
     error = largest_error(got, eager_logits(on_the_first(family_model(name)), forks))
     if not error <= TOLERANCE:
         wrong.append(f"logits differ by {error:.1e}")
+    if level != LEVELS[name]:
+        wrong.append(f"decoded on level {level} instead of {LEVELS[name]}")
     if capturing and place in (split, offloaded):
         wrong.append("steps are captured, although weights lie on several devices")
     return wrong
@@ -100,7 +104,9 @@ def main() -> int:
     if not several:
         print("one GPU only: several of them are not tried")
     failures = 0
-    for place in (on_the_first, offloaded, *((split, on_the_second) if several else ())):
+    wanted = sys.argv[1:]
+    places = on_the_first, offloaded, *((split, on_the_second) if several else ())
+    for place in (place for place in places if not wanted or place.__name__ in wanted):
         for name in FAMILIES:
             if place is offloaded and name == "llama4_text":
                 continue  # its own code sends token ids to where its offloaded embedding lies: nowhere
