@@ -30,7 +30,8 @@ def inside_wrapper(model: Any) -> Any:
 
 def switches_of(module: nn.Module) -> Hashable:
     """Which adapters of the module take part, and how much; None where it has none."""
-    if not hasattr(type(module), "disable_adapters"):
+    switch = getattr(type(module), "disable_adapters", None)
+    if switch is None or callable(switch):  # transformers' models have a method of this name, and no switch
         return None
     names = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
     return tuple(repr(getattr(module, name, None)) for name in names)
