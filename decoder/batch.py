@@ -92,11 +92,11 @@ class Batch:
         """Give the group's branches rows, in tree order: their whole tables are sent once."""
         by_table = sorted(((branch.block_table, branch) for branch in group.branches), key=lambda pair: pair[0])
         self._set_columns(max(self.tables.shape[1], *(len(table) for table, _ in by_table)))
-        rows = torch.zeros(len(by_table), self.tables.shape[1], dtype=torch.int32)
-        for number, (table, branch) in enumerate(by_table):
-            rows[number, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        columns = self.tables.shape[1]
+        for number, (_, branch) in enumerate(by_table):
             branch.row = len(self.tables) + number
-        self.tables = torch.cat([self.tables, rows.to(self._device)])
+        rows = to_device([[*table, *[0] * (columns - len(table))] for table, _ in by_table], torch.int32, self._device)
+        self.tables = torch.cat([self.tables, rows])
 
     def _set_columns(self, needed: int) -> None:
         """Columns for tables of ``needed`` blocks, a few to spare; what one long request took is given back."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from cowbeam.decoder.batch import Batch, Layout, lay_out
+from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branch_scorer import ScorerError
 from cowbeam.decoder.candidates import CandidateSource, unpack
@@ -79,6 +79,7 @@ class Engine:
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
         self._launched: torch.cuda.Event | None = None  # a pass that the host did not wait for
+        self._finished: deque[Run] = deque()  # out of the pool, their results not made yet
 
     def check_fits(self, request: Request) -> None:
         """Raises ValueError, with the numbers, if the request could never run."""
@@ -128,6 +129,7 @@ class Engine:
                 else:
                     self._follow_owner()
                     self._prefill(self._scheduler.next_pass())
+                self._deliver()
         except BaseException as error:
             # The turn may have stopped anywhere: no state of it is worth keeping.
             self._fail_all(error)
@@ -215,8 +217,8 @@ class Engine:
             for group in fresh:
                 self._batch.add_group(group)
             sources = self._sources(fresh)
-            rows = [torch.tensor([last[group]], device=logits.device) for group in fresh]
-            flight = Flight(fresh, sources, logits, rows, given_to(sources, logits.device))
+            rows = to_device([last[group] for group in fresh], torch.long, logits.device).split(1)
+            flight = Flight(fresh, sources, logits, list(rows), given_to(sources, logits.device))
             self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
         self._launched = None if fresh else mark(logits)
 
@@ -251,6 +253,8 @@ class Engine:
         else:
             self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
             self._follow(flight, chosen)
+            if self._finished and self._scheduler.running and not self._scheduler.has_pass:
+                self._flight = self._launch()  # the device computes while the results are made
 
     def _lay_out(self, groups: Sequence[Group]) -> Layout:
         layout = lay_out(groups)
@@ -307,13 +311,23 @@ class Engine:
                 source.go_on(continuations)
 
     def _finish(self, group: Group) -> None:
-        run = self._runs[group]
+        self._finished.append(self._runs[group])
+        self._remove(group)
+
+    def _deliver(self) -> None:
+        """Make the results of those that have finished."""
+        while self._finished:
+            self._make_result(self._finished[0])
+            self._ended.append(self._finished.popleft())  # now: an interrupted turn delivers it again
+
+    def _make_result(self, run: Run) -> None:
+        group = run.group
         try:
             texts = [hypothesis_text(group.request, h, self._decode_text) for h in group.strategy.hypotheses]
         except Exception as error:  # the tokenizer's fault is this request's alone
-            self._fail(group, error)
+            self._tally.failed += 1
+            run.error = error
             return
-        self._remove(group)
         result = group.result(
             texts,
             self._adapter.path,
@@ -321,9 +335,8 @@ class Engine:
             cuda_graphs=self._graphs.is_capturing,
             compiled=self._adapter.is_compiled,
         )
-        self._tally.finished += 1
-        self._ended.append(run)
         self._show(run, result)
+        self._tally.finished += 1
         if run.error is None:
             run.result = result  # last: who sees that the run is over, in whatever thread, finds its last frame
 
@@ -362,13 +375,16 @@ class Engine:
             self._flight = None  # nobody waits for it any more
 
     def _fail_all(self, error: BaseException) -> None:
-        for group, run in self._runs.items():
-            # Whoever turned the engine raises the error itself; for the others it was not their request.
-            run.error = TurnError(f"the turn of the engine failed: {error!r}")
-            run.error.__cause__ = error
-            self._tally.failed += 1
-            self._tally.leave(group)
-        self._start_afresh()
+        try:
+            self._deliver()
+        finally:
+            for group, run in self._runs.items():
+                # Whoever turned the engine raises the error itself; for the others it was not their request.
+                run.error = TurnError(f"the turn of the engine failed: {error!r}")
+                run.error.__cause__ = error
+                self._tally.failed += 1
+                self._tally.leave(group)
+            self._start_afresh()
 
 
 def _named(group: Group) -> str:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from cowbeam.decoder.lookahead import Lookahead
 from fakes import VOCABULARY, assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -53,6 +54,50 @@ def test_watched_runs_collect_frames():
     want = list(decoder.stream(PROMPT, BEAMS))
     assert [frame.step for frame in run.frames] == [frame.step for frame in want]
     assert token_ids(run.frames[-1].result) == token_ids(want[-1].result)
+
+
+class Texts:
+    """A tokenizer's place in the engine: notes when a text is made, and is interrupted at the one asked for."""
+
+    def __init__(self, monkeypatch, decoder, stops_at=None):
+        self.happened = []
+        self._stops_at = stops_at
+        launch = Lookahead.launch
+        monkeypatch.setattr(decoder._engine, "_decode_text", self.text_of)
+        monkeypatch.setattr(Lookahead, "launch", lambda *args: self.happened.append("launch") or launch(*args))
+
+    def text_of(self, token_ids):
+        self.happened.append("text")
+        if self.happened.count("text") == self._stops_at:
+            raise KeyboardInterrupt
+        return ""
+
+
+def test_results_are_made_while_the_device_computes_the_next_step(monkeypatch):
+    """64 requests of 8 samples that ended one after the other kept an H200 waiting for 15 ms at each end."""
+    decoder = make_decoder()
+    texts = Texts(monkeypatch, decoder)
+    short, long = (SamplingParams(max_new_tokens=n, seed=1, eos_token_id=[]) for n in (3, 6))
+    results = decoder.generate([PROMPT, PROMPT[:3]], [short, long])
+    # Launched: the short one's second and third token; the long one's fourth before the short one's result is made.
+    assert texts.happened == ["launch"] * 3 + ["text"] + ["launch"] * 2 + ["text"]
+    assert [token_ids(result) for result in results] == [
+        token_ids(decoder.generate(prompt, params)) for prompt, params in ((PROMPT, short), (PROMPT[:3], long))
+    ]
+
+
+@pytest.mark.parametrize("stops_at", [1, 2, 3])
+def test_a_turn_interrupted_between_results_loses_none(monkeypatch, stops_at):
+    decoder = make_decoder()
+    texts = Texts(monkeypatch, decoder, stops_at)
+    runs = [decoder.add_request(PROMPT[:n], SamplingParams(max_new_tokens=3, seed=1)) for n in (2, 3, 4)]
+    with pytest.raises(KeyboardInterrupt):
+        while not all(run.is_over for run in runs):
+            decoder.step()
+    assert all(run.result is not None for run in runs), "they were complete"
+    assert texts.happened.count("text") == 4, "one was made twice"
+    assert decoder.counters().finished == 3
+    assert_unused(decoder)
 
 
 @pytest.mark.parametrize("seed", range(4))
