@@ -156,6 +156,7 @@ def _batch_parser() -> Parser:
 def run_batch(arguments: Sequence[str]) -> int:
     """``cowbeam batch`` with these arguments; returns the exit code. Raises ValueError for what cannot be done."""
     from cowbeam.decoder.batch_job import BatchJob, LineDefaults
+    from cowbeam.decoder.garbage import old_objects_left_alone
 
     options = vars(_batch_parser().parse_args(arguments))
     prompts, out, name, chat, sample = (options.pop(k) for k in ("prompts", "out", "model", "chat", "sample"))
@@ -166,7 +167,8 @@ def run_batch(arguments: Sequence[str]) -> int:
     make_params(options, sample=sample)  # an option that cannot be used is said before the model is loaded
     with BatchJob(prompts, out, LineDefaults(options, sample=sample, chat=chat)) as job:
         with _load(name, knobs) if ray is None else _start_workers(ray, num_workers, name, knobs) as decoder:
-            job.run(decoder)
+            with old_objects_left_alone():
+                job.run(decoder)
         print(job.summary())
         return EXIT_FAILED if job.num_failed else 0
 

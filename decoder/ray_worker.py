@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from cowbeam.decoder.batch_job import sentence_of
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.decoder import Decoder, Prompt
+from cowbeam.decoder.garbage import old_objects_left_alone
 from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import Params
@@ -80,17 +81,21 @@ class RayWorker:
         return Decoded(bundle.outcomes, self._process, self._decoder.counters())
 
     def _decode_all(self) -> None:
-        while True:
-            first = self._waiting.get()
-            try:
-                for outcome in ManyPrompts(self._decoder, self._pairs(first)).outcomes():
-                    bundle, line = self._in_flight.pop(outcome.index)
-                    error = None if outcome.error is None else ValueError(sentence_of(outcome.error))
-                    bundle.add(Outcome(line.number, outcome.result, error))
-            except Exception as error:
-                for bundle, _ in self._in_flight.values():
-                    bundle.fail(error)
-                self._in_flight.clear()
+        with old_objects_left_alone():
+            while True:
+                self._decode_some(self._waiting.get())
+
+    def _decode_some(self, first: tuple[_Bundle, Numbered]) -> None:
+        """This line, and those that come while anything is in flight."""
+        try:
+            for outcome in ManyPrompts(self._decoder, self._pairs(first)).outcomes():
+                bundle, line = self._in_flight.pop(outcome.index)
+                error = None if outcome.error is None else ValueError(sentence_of(outcome.error))
+                bundle.add(Outcome(line.number, outcome.result, error))
+        except Exception as error:
+            for bundle, _ in self._in_flight.values():
+                bundle.fail(error)
+            self._in_flight.clear()
 
     def _pairs(self, first: tuple[_Bundle, Numbered]) -> Iterator[tuple[Prompt, Params] | None]:
         """The lines that wait; None while there are none."""

@@ -31,6 +31,7 @@ from serve_peers import PEERS
 from transformers import PreTrainedModel
 
 from cowbeam.decoder import Decoder
+from cowbeam.decoder.garbage import old_objects_left_alone
 
 CHECKED = ("6x3-samples@40+12", "5x4-beams@33+9")
 
@@ -122,7 +123,8 @@ def run_cases(model: PreTrainedModel, loads: dict[str, Load], options: argparse.
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
     knobs = {name: getattr(options, name) for name in ("block_size", "num_blocks", "attention", "compile")}
-    with Decoder(model, **knobs) as decoder:
+    # As in `cowbeam batch`: no collection of garbage goes through all that torch and the compiler have made.
+    with Decoder(model, **knobs) as decoder, old_objects_left_alone():
         print(f"The decoder was made in {time.perf_counter() - started:.1f} s.", flush=True)
         for name, load in loads.items():
             print(f"{name}: {load.prompt_length} tokens of prompt, {load.output_tokens:,} output tokens", flush=True)
