@@ -166,9 +166,9 @@ def run_batch(arguments: Sequence[str]) -> int:
         raise ValueError(f"--ray-workers {num_workers} needs --ray and at least one worker")
     make_params(options, sample=sample)  # an option that cannot be used is said before the model is loaded
     with BatchJob(prompts, out, LineDefaults(options, sample=sample, chat=chat)) as job:
-        with _load(name, knobs) if ray is None else _start_workers(ray, num_workers, name, knobs) as decoder:
-            with old_objects_left_alone():
-                job.run(decoder)
+        loaded = _load(name, knobs) if ray is None else _start_workers(ray, num_workers, name, knobs)
+        with loaded as decoder, old_objects_left_alone():
+            job.run(decoder)
         print(job.summary())
         return EXIT_FAILED if job.num_failed else 0
 

@@ -217,7 +217,7 @@ class Engine:
             for group in fresh:
                 self._batch.add_group(group)
             sources = self._sources(fresh)
-            rows = to_device([last[group] for group in fresh], torch.long, logits.device).split(1)
+            rows = torch.split(to_device([last[group] for group in fresh], torch.long, logits.device), 1)
             flight = Flight(fresh, sources, logits, list(rows), given_to(sources, logits.device))
             self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
         self._launched = None if fresh else mark(logits)
