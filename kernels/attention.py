@@ -29,6 +29,10 @@ LONG = 16384
 MERGED_AT_ONCE = 8192
 
 
+# From so many programs on (rows × query heads) the merge fills the GPU with one warp each.
+MANY_PROGRAMS = 256
+
+
 class _Variant(NamedTuple):
     lines: int  # of the query tile
     warps: int
@@ -70,6 +74,7 @@ def paged_attention(
     group = heads // kv_heads
     slot_heads, splits = _head_slots(group)
     sinks = None if sinks is None else sinks.contiguous()
+    waits = _may_wait_on_device(query.device)
     variant = _variant(plan, slot_heads, head_dim, query.dtype)
     programs = _num_programs(query.device, variant)
     out = query.new_empty(rows, heads, value_dim)
@@ -123,6 +128,7 @@ def paged_attention(
         HAS_SOFTCAP=softcap is not None,
         HAS_WINDOW=plan.sliding_window is not None,
         UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
+        MERGE_WAITS=waits,
         num_warps=variant.warps,
         **common,
     )
@@ -133,7 +139,9 @@ def paged_attention(
         sinks,
         segments,
         PARTIALS=_partials(plan, programs, kv_heads * splits, value_pad),
-        num_warps=4,
+        WAITS=waits,
+        num_warps=1 if rows * heads > MANY_PROGRAMS else 4,
+        **({"launch_pdl": True} if waits else {}),
         **common,
     )
     return out
@@ -211,7 +219,7 @@ def _variant(plan: Plan, slot_heads: int, head_dim: int, dtype: torch.dtype) -> 
     if lines <= 16:
         if dtype == torch.float32:
             return _Variant(16, 8 if wide_head else 4, 2 if wide_head else 3, 1)
-        return _Variant(16, 4, 2 if wide_head else 3, 2 if wide_head else 3)
+        return _Variant(16, 4, 2 if wide_head else 3, 2)
     if lines <= 64:
         if dtype == torch.float32:
             return _Variant(64, 8 if width <= 64 else 16, 1 if wide_head else 2, 1)
@@ -221,6 +229,14 @@ def _variant(plan: Plan, slot_heads: int, head_dim: int, dtype: torch.dtype) -> 
     if lines <= 128 and dtype != torch.float32 and not wide_head:
         return _Variant(128, 8, 3, 1)
     raise ValueError(f"rows_per_window {plan.rows_per_window} is too much for {slot_heads} query heads in {dtype}")
+
+
+def _may_wait_on_device(device: torch.device) -> bool:
+    """A kernel can be launched before the one in front of it ends, and wait for it there: since Hopper.
+
+    It saves what a launch takes, 0.5 µs a layer of 12 to 70 (programmatic dependent launch; graphs keep it).
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _num_programs(device: torch.device, variant: _Variant) -> int:

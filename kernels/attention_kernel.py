@@ -8,6 +8,7 @@ Scores and log-sum-exps are in base 2.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -112,7 +113,7 @@ def attention_kernel(
     GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     ENTRY_KEYS: tl.constexpr, TILE_KEYS: tl.constexpr, LINES: tl.constexpr, STAGES: tl.constexpr,
     SAME_OFFSETS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, MERGE_WAITS: tl.constexpr,
 ):  # fmt: skip
     """Program p computes the units p * piece ≤ u < (p + 1) * piece of the (window, head slot, tile) space."""
     PER_TILE: tl.constexpr = TILE_KEYS // ENTRY_KEYS
@@ -195,6 +196,9 @@ def attention_kernel(
                 counts &= position[None, :] >= first_visible[:, None]
             s = tl.where(counts, s, float("-inf"))
             top, total, acc = _accumulate(s, v, top, total, acc, factor)
+        if MERGE_WAITS:
+            if unit + (end - begin) >= unit_end:
+                gdc_launch_dependents()  # once all programs are here, the merge is launched
         total = tl.where(length > 0, total, 0.0)  # a padding row beside others has met their trunk
         stores = live[:, None] & (value_dims < VALUE_DIM)[None, :]
         if (begin == 0) & (end == tiles):
@@ -228,9 +232,12 @@ def merge_kernel(
     OUT, PARTIAL_OUT, PARTIAL_LSE, SINKS, SEGMENTS,
     GROUP: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, LINES: tl.constexpr, HAS_SINKS: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    PARTIALS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, query head): join the partial results of its segment, where it was cut; zero padding rows."""
+    """Program (row, query head): join the partial results of its segment, where it was cut; zero padding rows.
+
+    Where it ``WAITS`` it is launched while `attention_kernel` ends, and reads nothing of that kernel's before it may.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     slot = head // GROUP * SPLITS + head % GROUP // HEADS
@@ -239,6 +246,8 @@ def merge_kernel(
     last_program = tl.load(segment + 1)
     local_row = tl.load(segment + 2)
     is_empty = tl.load(segment + 3)
+    if WAITS:
+        gdc_wait()  # until all of attention's results are in memory
     value_dims = tl.arange(0, VALUE_PAD)
     out_offset = (row.to(tl.int64) * tl.num_programs(1) + head) * VALUE_DIM
     if is_empty == 1:

@@ -36,7 +36,7 @@ LONG = {
 ATTENTION = dict(
     HEAD_DIM=128, HEAD_PAD=128, VALUE_DIM=128, VALUE_PAD=128, GROUP=4, HEADS=4, SPLITS=1, SLOTS=8, ENTRY_KEYS=16,
     TILE_KEYS=64, LINES=64, STAGES=3, SAME_OFFSETS=True, HAS_SOFTCAP=False, HAS_WINDOW=False, HAS_SINKS=False,
-    UPCAST=False,
+    UPCAST=False, MERGE_WAITS=True,
 )  # fmt: skip
 PLAN = dict(ENTRY_KEYS=16, PARTS=1, PER_TILE=4, WINDOW_PAD=16, ROWS_PAD=64, CHUNK=64)
 CONSTANTS: dict[str, list[dict[str, Any]]] = {
@@ -44,12 +44,12 @@ CONSTANTS: dict[str, list[dict[str, Any]]] = {
     "attention_kernel": [
         ATTENTION,
         ATTENTION | dict(HAS_SOFTCAP=True, HAS_WINDOW=True, HAS_SINKS=True, SAME_OFFSETS=False),
-        ATTENTION | dict(LINES=16, HEAD_DIM=80),
+        ATTENTION | dict(LINES=16, HEAD_DIM=80, MERGE_WAITS=False),
     ],
     "merge_kernel": [
         dict(GROUP=4, HEADS=4, SPLITS=1, SLOTS=8, VALUE_DIM=128, VALUE_PAD=128, LINES=64,
-             HAS_SINKS=sinks, PARTIALS=16)
-        for sinks in (False, True)
+             HAS_SINKS=sinks, PARTIALS=16, WAITS=waits)
+        for sinks, waits in ((False, False), (False, True), (True, True))
     ],
     "_write_kernel": [dict(BLOCK_SIZE=16, KV_HEADS=3, KV_HEADS_PAD=4, HEAD_DIM=80, VALUE_DIM=64, DIM_PAD=128)],
     "_copy_kernel": [dict(WORDS=2048, ALIGNED=aligned) for aligned in (False, True)],
