@@ -181,7 +181,7 @@ class ModelAdapter:
         """Raise ``version`` if the model's tensors lie elsewhere or it has other hooks than before.
 
         Captured steps read the old tensors and run the old hooks then. Weights that change in place are seen without.
-        Asked once a prefill, since it takes about half a millisecond.
+        Asked once a prefill, since it takes one to three milliseconds.
         """
         with ONE_PASS_AT_A_TIME:
             self._fused.refresh()

@@ -196,7 +196,7 @@ def attention_kernel(
                 counts &= position[None, :] >= first_visible[:, None]
             s = tl.where(counts, s, float("-inf"))
             top, total, acc = _accumulate(s, v, top, total, acc, factor)
-        if MERGE_WAITS:
+        if MERGE_WAITS:  # noqa: SIM102  # decided when it is compiled, the other one when it runs
             if unit + (end - begin) >= unit_end:
                 gdc_launch_dependents()  # once all programs are here, the merge is launched
         total = tl.where(length > 0, total, 0.0)  # a padding row beside others has met their trunk
