@@ -140,7 +140,7 @@ def paged_attention(
         segments,
         PARTIALS=_partials(plan, programs, kv_heads * splits, value_pad),
         WAITS=waits,
-        num_warps=1 if rows * heads > MANY_PROGRAMS else 4,
+        num_warps=1 if rows * heads >= MANY_PROGRAMS else 4,
         **({"launch_pdl": True} if waits else {}),
         **common,
     )

@@ -73,6 +73,10 @@ def schedule_kernel(
     # Totals come from device memory, not from arguments: a captured graph must follow the plan's values.
     units = tl.load(TILE_STARTS + num_windows) * SLOTS
     piece = tl.maximum(MIN_TILES, tl.cdiv(units, programs))
+    # Of a single window every segment is cut into as many parts: no program works on two, which takes twice as long.
+    tiles_of_first = tl.load(TILE_STARTS + 1)
+    is_single = (tiles_of_first * SLOTS == units) & (programs >= SLOTS)
+    parts = tl.maximum(1, tl.minimum(programs // SLOTS, tl.cdiv(tiles_of_first, MIN_TILES)))
     if tl.program_id(0) < rows:
         row = tl.program_id(0)
         slot = tl.arange(0, SLOTS_PAD)
@@ -80,21 +84,26 @@ def schedule_kernel(
         first_tile = tl.load(TILE_STARTS + window)
         tiles = tl.load(TILE_STARTS + window + 1) - first_tile
         first_unit = first_tile * SLOTS + slot * tiles
+        first_program = tl.where(is_single, slot * parts, first_unit // piece)
+        last_program = tl.where(is_single, (slot + 1) * parts - 1, (first_unit + tiles - 1) // piece)
         segment = SEGMENTS + (row * SLOTS + slot) * 4
-        tl.store(segment, first_unit // piece, mask=slot < SLOTS)
-        tl.store(segment + 1, (first_unit + tiles - 1) // piece, mask=slot < SLOTS)
+        tl.store(segment, first_program, mask=slot < SLOTS)
+        tl.store(segment + 1, tl.where(tiles > 0, last_program, first_program), mask=slot < SLOTS)
         tl.store(segment + 2, tl.zeros_like(slot) + row - tl.load(WINDOW_ROW + window), mask=slot < SLOTS)
         is_empty = (tl.load(LENGTHS + row) == 0).to(tl.int32)
         tl.store(segment + 3, tl.zeros_like(slot) + is_empty, mask=slot < SLOTS)
     else:
         program = (tl.program_id(0) - rows) * CHUNK + tl.arange(0, CHUNK)
-        unit = program * piece
-        exists, works = program < programs, (program < programs) & (unit < units)
+        exists = program < programs
+        whole_slots = program // parts * tiles_of_first
+        unit = tl.where(is_single, whole_slots + tiles_of_first * (program % parts) // parts, program * piece)
+        end = tl.where(is_single, whole_slots + tiles_of_first * (program % parts + 1) // parts, unit + piece)
+        works = exists & (unit < units)
         windows = tl.load(TILE_WINDOW + unit // SLOTS, mask=works, other=0)
         first_tiles = tl.load(TILE_STARTS + windows, mask=works, other=0)
         schedule = SCHEDULE + program * 8
         tl.store(schedule, unit, mask=exists)
-        tl.store(schedule + 1, tl.where(works, tl.minimum(unit + piece, units), unit), mask=exists)
+        tl.store(schedule + 1, tl.where(works, tl.minimum(end, units), unit), mask=exists)
         tl.store(schedule + 2, windows, mask=exists)
         tl.store(schedule + 3, first_tiles, mask=exists)
         tl.store(schedule + 4, tl.load(TILE_STARTS + windows + 1, mask=works, other=0) - first_tiles, mask=exists)
@@ -115,7 +124,7 @@ def attention_kernel(
     SAME_OFFSETS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr, MERGE_WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Program p computes the units p * piece ≤ u < (p + 1) * piece of the (window, head slot, tile) space."""
+    """Each program computes a run of units of the (window, head slot, tile) space, as SCHEDULE says."""
     PER_TILE: tl.constexpr = TILE_KEYS // ENTRY_KEYS
     program = tl.program_id(0)
     # Where it begins is looked up in one place: each look-up that waits for another costs as much as half a tile.
