@@ -86,8 +86,8 @@ else:
     def test_windows_cut_groups_anywhere(window_rows, programs):
         check_triton(forest(), window_rows=window_rows)
 
-    @pytest.mark.parametrize("kv_heads", [1, 3, 8, 50])
-    @pytest.mark.parametrize("length", [1, 64, 65, 330])
+    @pytest.mark.parametrize("kv_heads", [1, 3, 50])
+    @pytest.mark.parametrize("length", [1, 65, 330])
     def test_a_single_window_is_cut_evenly(kv_heads, length, programs):
         """With fewer programs than heads, as many, and more than tiles to cut; beside rows without keys."""
         check_triton(Rows(16, 64, length).samples(length, [3, 0, 2]).padding(2), kv_heads=kv_heads, group=1)
