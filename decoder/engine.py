@@ -7,7 +7,7 @@ thread may turn the engine; each turn advances all requests, whoever asked for t
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -127,8 +127,7 @@ class Engine:
                 if self._flight is not None or not self._scheduler.is_pass_due:
                     self._decode()
                 else:
-                    self._follow_owner()
-                    self._prefill(self._scheduler.next_pass())
+                    self._prefill(self._next_pass())
                 self._deliver()
         except BaseException as error:
             # The turn may have stopped anywhere: no state of it is worth keeping.
@@ -199,8 +198,12 @@ class Engine:
         with self._called():
             self.pool.forget_prefixes()
 
+    def _next_pass(self) -> list[Part]:
+        self._follow_owner()
+        return self._scheduler.next_pass()
+
     def _prefill(self, parts: Sequence[Part]) -> None:
-        """Compute a pass; whose prompt is complete by it makes its first choice."""
+        """Compute a pass; whose prompt is complete by it makes its first choice, while the others' next step runs."""
         if not parts:  # all that was to compute was found
             return
         logits = self._adapter.compute(
@@ -213,23 +216,28 @@ class Engine:
         last = {part.group: row for row, part in enumerate(parts)}
         # Who was preempted knows its next tokens already.
         fresh = [group for group in last if not group.steps and not group.backlog.num_tokens]
-        if fresh:
-            for group in fresh:
-                self._batch.add_group(group)
-            sources = self._sources(fresh)
-            rows = torch.split(to_device([last[group] for group in fresh], torch.long, logits.device), 1)
-            flight = Flight(fresh, sources, logits, list(rows), given_to(sources, logits.device))
-            self._follow(flight, self._choose(flight, self._lookahead.land(flight)))
-        self._launched = None if fresh else mark(logits)
+        if not fresh:
+            self._launched = mark(logits)
+            self._flight = self._launch()
+            return
+        self._launched = None  # whoever reads what the pass has written comes after the choice, or after the step
+        sources = self._sources(fresh)
+        rows = torch.split(to_device([last[group] for group in fresh], torch.long, logits.device), 1)
+        flight = Flight(fresh, sources, logits, list(rows), given_to(sources, logits.device))
+        landing = self._lookahead.land(flight)
+        self._flight = self._launch(but=fresh)
+        self._follow(flight, self._choose(flight, landing))
 
-    def _launch(self) -> Flight | None:
+    def _launch(self, but: Collection[Group] = ()) -> Flight | None:
         """Begin a step of those that run, none if nobody does."""
+        if all(group in but for group in self._scheduler.running):
+            return None
         self._scheduler.next_step()
-        groups = list(self._scheduler.running)
+        groups = [group for group in self._scheduler.running if group not in but]
         if not groups:  # the oldest has its prompt to compute, and needed what they had
             return None
         for group in groups:
-            if group.branches[0].row is None:  # it was preempted
+            if group.branches[0].row is None:  # its prompt was computed, or all it had when it was preempted
                 self._batch.add_group(group)
         sources = self._sources(groups)  # now: a frame that cannot be made ends its group
         layout = self._lay_out(groups)
@@ -241,10 +249,13 @@ class Engine:
         self._flight = None
         if flight is None:
             return
+        parts: list[Part] = []
         if self._may_look_ahead(flight):
             landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
         else:
             landing, ahead = self._lookahead.land(flight), None
+            if self._scheduler.is_pass_due:  # composed now, the device need not wait for it afterwards
+                parts = self._next_pass()
         num_branches = [len(group.branches) for group in flight.groups]
         chosen = self._choose(flight, landing)
         if ahead is not None and [len(continuations) for continuations in chosen] == num_branches:
@@ -253,7 +264,9 @@ class Engine:
         else:
             self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
             self._follow(flight, chosen)
-            if self._finished and self._scheduler.running and not self._scheduler.has_pass:
+            if parts:
+                self._prefill(parts)
+            elif self._finished and not self._scheduler.has_pass:
                 self._flight = self._launch()  # the device computes while the results are made
 
     def _lay_out(self, groups: Sequence[Group]) -> Layout:
@@ -280,7 +293,7 @@ class Engine:
         """Let the host choose; the continuations of each group, none where it is over."""
         chosen: list[list[Continuation]] = []
         for group, (columns, maxima) in zip(flight.groups, landing.candidates(), strict=True):
-            if group not in self._runs:  # aborted while the step was in flight
+            if group not in self._runs or not group.tree.num_blocks:  # aborted or preempted while it was in flight
                 chosen.append([])
             elif error := self._runs[group].source.fault:
                 self._fail(group, error)

@@ -7,8 +7,10 @@ from unittest import mock
 
 import pytest
 
-from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
-from cowbeam.decoder.lookahead import Lookahead
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, scheduler
+from cowbeam.decoder.lookahead import Landing, Lookahead
+from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.scheduler import Scheduler
 from fakes import VOCABULARY, assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -84,6 +86,55 @@ def test_results_are_made_while_the_device_computes_the_next_step(monkeypatch):
     assert [token_ids(result) for result in results] == [
         token_ids(decoder.generate(prompt, params)) for prompt, params in ((PROMPT, short), (PROMPT[:3], long))
     ]
+
+
+def test_the_others_go_on_while_a_first_choice_is_awaited(monkeypatch):
+    """An H200 waited 7 ms at each pass over prompts: for its composition, and for the host to choose first tokens."""
+    decoder = make_decoder()
+    happened = []
+
+    def note(owner, name):
+        method = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: happened.append(name) or method(*args))
+
+    for owner, name in ((ModelAdapter, "compute"), (Lookahead, "launch"), (Landing, "candidates")):
+        note(owner, name)
+    note(Scheduler, "next_pass")
+    old = decoder.add_request(PROMPT, BEAMS)
+    decoder.step()
+    assert happened == ["next_pass", "compute", "candidates"]
+    decoder.add_request(PROMPT[:2], BEAMS)
+    happened.clear()
+    decoder.step()
+    # Composed before the step in flight is awaited; launched before the first choice is.
+    assert happened == ["launch", "next_pass", "candidates", "compute", "launch", "candidates"]
+    while not old.is_over:
+        decoder.step()
+    assert token_ids(old.result) == token_ids(decoder.generate(PROMPT, BEAMS))
+
+
+def test_a_request_may_be_preempted_before_its_first_choice_lands(monkeypatch):
+    monkeypatch.setattr(scheduler, "GROWTH_SET_ASIDE", 0.0)
+    monkeypatch.setattr(scheduler, "MAX_PASS_TOKENS", 4)
+    decoder = Decoder(tiny_model("llama"), block_size=1, num_blocks=17, prefix_reuse=False)
+    old = SamplingParams(num_return_sequences=2, max_new_tokens=6, seed=1, eos_token_id=[])
+    new = SamplingParams(max_new_tokens=7, seed=2, eos_token_id=[])
+    new_prompt = list(range(3, 11))
+    runs = [decoder.add_request(PROMPT[:4], old)]
+    decoder.step()
+    runs.append(decoder.add_request(new_prompt, new))
+    decoder.step()  # half of the new one's prompt
+    assert decoder.counters().preemptions == 0
+    decoder.step()  # the other half, and then there is no room for the old one's step
+    assert decoder.counters().preemptions == 1
+    assert runs[1].group.num_generated == 0
+    while not all(run.is_over for run in runs):
+        decoder.step()
+        decoder.check_integrity()
+    alone = Decoder(tiny_model("llama"), block_size=1, num_blocks=64)
+    assert token_ids(runs[0].result) == token_ids(alone.generate(PROMPT[:4], old))
+    assert token_ids(runs[1].result) == token_ids(alone.generate(new_prompt, new))
+    assert_unused(decoder)
 
 
 @pytest.mark.parametrize("stops_at", [1, 2, 3])
