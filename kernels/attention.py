@@ -23,6 +23,8 @@ __all__ = ["paged_attention", "rows_per_window"]
 LOG2_E = 1.4426950408889634
 # A piece of fewer tiles costs more in merging than it gains in balance.
 MIN_TILES = 2
+# The schedule looks at all windows, in each of its programs, up to so many.
+MOST_WINDOWS = 512
 # From so many keys a row on, two programs that take turns on an SM gain more than their partial results cost.
 LONG = 16384
 # Elements of partial results that a program of the merge holds in registers at once.
@@ -177,6 +179,7 @@ def _schedule(plan: Plan, programs: int, slots: int) -> tuple[Tensor, Tensor]:
             SLOTS_PAD=triton.next_power_of_2(slots),
             MIN_TILES=MIN_TILES,
             CHUNK=128,
+            WINDOWS_PAD=triton.next_power_of_2(plan.num_windows) if plan.num_windows <= MOST_WINDOWS else 0,
             num_warps=1,
         )
         plan.memo[key] = schedule, segments

@@ -58,25 +58,47 @@ def _load_keys(pointer, offset, dims, seen, DIM: tl.constexpr, PAD: tl.constexpr
         return tl.load(address)
 
 
+@triton.jit
+def _even_parts(
+    TILE_STARTS, num_windows, programs, piece, SLOTS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOWS_PAD: tl.constexpr
+):
+    """Into how many parts to cut every segment, or 0: then the units are cut into pieces, across segments.
+
+    Even parts keep a program on one segment, where two short ones take twice as long. And programs of windows over the
+    same blocks read the same ones at the same time: once from memory, then from the L2 cache, which does not hold the
+    blocks of a long prompt. Pieces are for windows that differ much, and for more segments than programs.
+    """
+    window = tl.arange(0, WINDOWS_PAD)
+    starts = tl.load(TILE_STARTS + window, mask=window < num_windows, other=0)
+    tiles = tl.load(TILE_STARTS + window + 1, mask=window < num_windows, other=0) - starts
+    used = tl.max(tl.where(tiles > 0, window + 1, 1), 0)
+    longest = tl.max(tiles, 0)
+    parts = tl.minimum(programs // (used * SLOTS), tl.cdiv(longest, MIN_TILES))
+    is_balanced = tl.cdiv(longest, tl.maximum(parts, 1)) <= piece + piece // 16
+    return tl.where(is_balanced, parts, 0)
+
+
 @triton.jit(do_not_specialize=["num_windows", "rows", "programs"])
 def schedule_kernel(
     SCHEDULE, SEGMENTS, LENGTHS, ROW_WINDOW, TILE_STARTS, TILE_WINDOW, WINDOW_ROW, WINDOW_ROWS, TRUNK_TILES,
     num_windows, rows, programs,
     SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOWS_PAD: tl.constexpr,
 ):  # fmt: skip
     """What programs of the two kernels below need first, made once a step for all layers.
 
     SCHEDULE [programs, 8]: unit, end of units, and of the first unit's window: number, first tile, tiles, first row,
     rows, trunk tiles. SEGMENTS [rows, SLOTS, 4]: first and last program that compute the row's segment, the row within
-    its window, and 1 if the row has no key.
+    its window, and 1 if the row has no key. WINDOWS_PAD is 0 where the windows are too many to look at all.
     """
     # Totals come from device memory, not from arguments: a captured graph must follow the plan's values.
     units = tl.load(TILE_STARTS + num_windows) * SLOTS
     piece = tl.maximum(MIN_TILES, tl.cdiv(units, programs))
-    # Of a single window every segment is cut into as many parts: no program works on two, which takes twice as long.
-    tiles_of_first = tl.load(TILE_STARTS + 1)
-    is_single = (tiles_of_first * SLOTS == units) & (programs >= SLOTS)
-    parts = tl.maximum(1, tl.minimum(programs // SLOTS, tl.cdiv(tiles_of_first, MIN_TILES)))
+    most_parts = 0 * units
+    if WINDOWS_PAD > 0:
+        most_parts = _even_parts(TILE_STARTS, num_windows, programs, piece, SLOTS, MIN_TILES, WINDOWS_PAD)
+    is_even = most_parts > 0
+    most_parts = tl.maximum(most_parts, 1)
     if tl.program_id(0) < rows:
         row = tl.program_id(0)
         slot = tl.arange(0, SLOTS_PAD)
@@ -84,26 +106,34 @@ def schedule_kernel(
         first_tile = tl.load(TILE_STARTS + window)
         tiles = tl.load(TILE_STARTS + window + 1) - first_tile
         first_unit = first_tile * SLOTS + slot * tiles
-        first_program = tl.where(is_single, slot * parts, first_unit // piece)
-        last_program = tl.where(is_single, (slot + 1) * parts - 1, (first_unit + tiles - 1) // piece)
+        parts = tl.maximum(1, tl.minimum(most_parts, tl.cdiv(tiles, MIN_TILES)))
+        first_program = tl.where(is_even, (window * SLOTS + slot) * most_parts, first_unit // piece)
+        last_program = tl.where(is_even, first_program + parts - 1, (first_unit + tiles - 1) // piece)
         segment = SEGMENTS + (row * SLOTS + slot) * 4
         tl.store(segment, first_program, mask=slot < SLOTS)
-        tl.store(segment + 1, tl.where(tiles > 0, last_program, first_program), mask=slot < SLOTS)
+        tl.store(segment + 1, last_program, mask=slot < SLOTS)
         tl.store(segment + 2, tl.zeros_like(slot) + row - tl.load(WINDOW_ROW + window), mask=slot < SLOTS)
         is_empty = (tl.load(LENGTHS + row) == 0).to(tl.int32)
         tl.store(segment + 3, tl.zeros_like(slot) + is_empty, mask=slot < SLOTS)
     else:
         program = (tl.program_id(0) - rows) * CHUNK + tl.arange(0, CHUNK)
         exists = program < programs
-        whole_slots = program // parts * tiles_of_first
-        unit = tl.where(is_single, whole_slots + tiles_of_first * (program % parts) // parts, program * piece)
-        end = tl.where(is_single, whole_slots + tiles_of_first * (program % parts + 1) // parts, unit + piece)
-        works = exists & (unit < units)
+        its_window, its_slot = program // most_parts // SLOTS, program // most_parts % SLOTS
+        known = exists & (its_window < num_windows)
+        start = tl.load(TILE_STARTS + its_window, mask=known, other=0)
+        count = tl.load(TILE_STARTS + its_window + 1, mask=known, other=0) - start
+        its_parts = tl.maximum(1, tl.minimum(most_parts, tl.cdiv(count, MIN_TILES)))
+        part = tl.minimum(program % most_parts, its_parts)
+        next_part = tl.minimum(program % most_parts + 1, its_parts)
+        its_first_unit = start * SLOTS + its_slot * count
+        unit = tl.where(is_even, its_first_unit + count * part // its_parts, program * piece)
+        end = tl.where(is_even, its_first_unit + count * next_part // its_parts, tl.minimum(unit + piece, units))
+        works = exists & (unit < end)
         windows = tl.load(TILE_WINDOW + unit // SLOTS, mask=works, other=0)
         first_tiles = tl.load(TILE_STARTS + windows, mask=works, other=0)
         schedule = SCHEDULE + program * 8
         tl.store(schedule, unit, mask=exists)
-        tl.store(schedule + 1, tl.where(works, tl.minimum(end, units), unit), mask=exists)
+        tl.store(schedule + 1, tl.where(works, end, unit), mask=exists)
         tl.store(schedule + 2, windows, mask=exists)
         tl.store(schedule + 3, first_tiles, mask=exists)
         tl.store(schedule + 4, tl.load(TILE_STARTS + windows + 1, mask=works, other=0) - first_tiles, mask=exists)

@@ -88,9 +88,17 @@ else:
 
     @pytest.mark.parametrize("kv_heads", [1, 3, 50])
     @pytest.mark.parametrize("length", [1, 65, 330])
-    def test_a_single_window_is_cut_evenly(kv_heads, length, programs):
-        """With fewer programs than heads, as many, and more than tiles to cut; beside rows without keys."""
-        check_triton(Rows(16, 64, length).samples(length, [3, 0, 2]).padding(2), kv_heads=kv_heads, group=1)
+    @pytest.mark.parametrize("window_rows", [None, 2])
+    def test_segments_are_cut_evenly(kv_heads, length, window_rows, programs):
+        """One window or two over the same blocks: fewer programs than heads, as many, more than there are tiles."""
+        rows = Rows(16, 64, length).samples(length, [3, 0, 2]).padding(2)
+        check_triton(rows, kv_heads=kv_heads, group=1, window_rows=window_rows)
+
+    @pytest.mark.parametrize("most_windows", [0, 512])
+    def test_windows_of_very_different_lengths(most_windows, programs, monkeypatch):
+        monkeypatch.setattr(attention, "MOST_WINDOWS", most_windows)
+        rows = Rows(16, 64, 5).samples(150, [0, 9]).beams(3, 1, 0).samples(300, [1, 2, 3])
+        check_triton(rows, window_rows=2)
 
     @pytest.mark.parametrize("sliding_window", [1, 40, 1000])
     @pytest.mark.parametrize("block_size", [8, 128])

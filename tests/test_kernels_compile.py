@@ -40,7 +40,7 @@ ATTENTION = dict(
 )  # fmt: skip
 PLAN = dict(ENTRY_KEYS=16, PARTS=1, PER_TILE=4, WINDOW_PAD=16, ROWS_PAD=64, CHUNK=64)
 CONSTANTS: dict[str, list[dict[str, Any]]] = {
-    "schedule_kernel": [dict(SLOTS=8, SLOTS_PAD=8, MIN_TILES=4, CHUNK=128)],
+    "schedule_kernel": [dict(SLOTS=8, SLOTS_PAD=8, MIN_TILES=4, CHUNK=128, WINDOWS_PAD=pad) for pad in (0, 512)],
     "attention_kernel": [
         ATTENTION,
         ATTENTION | dict(HAS_SOFTCAP=True, HAS_WINDOW=True, HAS_SINKS=True, SAME_OFFSETS=False),
