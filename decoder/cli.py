@@ -74,7 +74,8 @@ def _quiet_libraries() -> None:
     from huggingface_hub.utils.logging import set_verbosity_error
     from transformers.utils import logging
 
-    set_verbosity_error()  # it tells of every attempt to reach a hub that is out of reach
+    # It tells of every attempt to reach a hub that is out of reach.
+    set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
