@@ -302,7 +302,8 @@ def test_only_the_request_with_unusable_logits_fails() -> None:
     alone = [token.token_ids for token in decoder.generate([1, 2, 3], GOOD).completions]
     good = decoder.stream([1, 2, 3], GOOD)
     next(good)
-    with breaking.at(1, one_row(float("nan"))), pytest.raises(ValueError, match="hold NaN"):
+    # Its prompt, a step of the other meanwhile, the first step of both: the last row there is its own.
+    with breaking.at(2, one_row(float("nan"))), pytest.raises(ValueError, match="hold NaN"):
         decoder.generate(PROMPT, GOOD)
     *_, last = good
     assert last.result is not None
