@@ -70,9 +70,12 @@ def _decode(decoder: "Decoder", prompts: "list[Prompt]", params: Params, view: r
     return [frame.result]
 
 
-def _quiet_transformers() -> None:
+def _quiet_libraries() -> None:
+    from huggingface_hub.utils.logging import set_verbosity_error
     from transformers.utils import logging
 
+    # It tells of every attempt to reach a hub that is out of reach.
+    set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -114,7 +117,7 @@ def _load(name: str | None, knobs: dict[str, Any]) -> "Decoder":
         with _interrupts_held_back():  # raised inside a library's start-up, one can end the process without a word
             from cowbeam.decoder.decoder import Decoder  # here: torch and transformers take seconds
 
-            _quiet_transformers()
+            _quiet_libraries()
         return Decoder.from_pretrained(name, **knobs)
 
 
@@ -123,7 +126,7 @@ def _start_workers(address: str, num_workers: int | None, name: str | None, knob
         with _interrupts_held_back():
             from cowbeam.decoder.ray_batch import RayDecoders
 
-            _quiet_transformers()
+            _quiet_libraries()
         return RayDecoders(address, num_workers, name, knobs)
 
 

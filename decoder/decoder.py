@@ -3,6 +3,7 @@
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
 
@@ -140,10 +141,9 @@ class Decoder:
             ValueError: the model cannot be found, loaded or decoded over blocks.
         """
         name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
-        if name.startswith(("/", "./", "../", "~")) and not os.path.isdir(name):
-            raise ValueError(f"the model {name!r:.200} cannot be loaded: there is no such folder")
+        _check_folder(name)
+        device = _usable_device(device)
         try:
-            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             if dtype is None:
                 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -469,6 +469,27 @@ class Decoder:
     def _decode_all_text(self, token_ids: Sequence[int]) -> str:
         assert self.tokenizer is not None, "only text has stop strings"
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def _check_folder(name: str) -> None:
+    """Raises ValueError for what looks like the path of a model and is none."""
+    missing = None
+    if name.startswith(("/", "./", "../", "~")) and not os.path.isdir(name):
+        missing = "there is no such folder"
+    elif os.path.isdir(name) and not any(Path(name).glob("*.json")):
+        missing = "the folder holds no config.json"
+    if missing:
+        raise ValueError(f"the model {name!r:.200} cannot be loaded: {missing}")
+
+
+def _usable_device(device: str | torch.device | None) -> torch.device:
+    """The device; None means CUDA if there is one. Raises ValueError for one that is not here."""
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=found)
+    except Exception as error:  # torch says it by a RuntimeError, an AssertionError, a NotImplementedError, …
+        raise ValueError(f"device={shown(device)} cannot be used: {first_line(error)}") from error
+    return found
 
 
 def _is_one_prompt(prompts: Any) -> bool:

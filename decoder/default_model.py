@@ -32,18 +32,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cowbeam"
 
 
-def default_model_path() -> Path:
-    """The folder that ``cowbeam fetch-model`` made.
-
-    Raises:
-        FileNotFoundError: it has not been fetched yet; the message names the command.
-    """
-    folder = SMOLLM2_WHEEL.model_folder(cache_folder())
-    if not is_complete(folder):
-        raise FileNotFoundError(f"The default model is not in {folder.parent}: run `cowbeam fetch-model` once.")
-    return folder
-
-
 def resolve_default_model() -> str:
     """What ``from_pretrained`` should load when no model is named: a folder, or the hub's name where the hub answers.
 

@@ -159,6 +159,9 @@ class Engine:
                     if not run.is_over:
                         self._tally.aborted += 1
                         self._end_with(run.group, RuntimeError("the request was aborted"))
+            except BaseException as error:
+                self._fail_all(error)  # it may have stopped anywhere, as a turn
+                raise
             finally:
                 self._lock.release()
 
@@ -391,12 +394,16 @@ class Engine:
         try:
             self._deliver()
         finally:
-            for group, run in self._runs.items():
+            for group in self._runs:
+                self._tally.leave(group)
+            # Who had just finished may have a result already, or has none because it could not be made.
+            for run in (*self._runs.values(), *self._finished):
+                if run.is_over:
+                    continue
                 # Whoever turned the engine raises the error itself; for the others it was not their request.
                 run.error = TurnError(f"the turn of the engine failed: {error!r}")
                 run.error.__cause__ = error
                 self._tally.failed += 1
-                self._tally.leave(group)
             self._start_afresh()
 
 

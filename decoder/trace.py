@@ -21,7 +21,7 @@ width − 1: a branch's first child stays in its place, the others take places t
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from cowbeam.decoder.branches import Event
@@ -176,14 +176,3 @@ def end_record(result: DecodeResult | None, reason: str = "aborted") -> Record:
         "reason": best.finish_reason if best else reason,
         "stats": dataclasses.asdict(result.stats) if result else None,
     }
-
-
-def trace_records(frames: Iterable[Frame], start: Record) -> Iterator[Record]:
-    """All records of one search. ``start`` holds the search's own facts and must give ``width``."""
-    yield {"type": "start", "v": VERSION, **start}
-    writer = TraceWriter(start["width"])
-    result = None
-    for frame in frames:
-        yield writer.step(frame)
-        result = frame.result
-    yield end_record(result)

@@ -205,6 +205,21 @@ def test_unknown_models(name: str) -> None:
     assert str(refusal.value).isprintable(), "control characters reach the terminal"
 
 
+def test_a_folder_without_a_model(tmp_path: Any) -> None:
+    """transformers' own first line was: "Couldn't instantiate the backend tokenizer from one of:"."""
+    with pytest.raises(ValueError, match=r"^the model '.*' cannot be loaded: the folder holds no config.json$"):
+        Decoder.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["quantum", "cuda:99", "mps:7", "cpu:cpu", HOSTILE])
+def test_devices_that_are_not_here(device: str) -> None:
+    """Said of the device, before anything is read: it was said of the model once."""
+    with pytest.raises(ValueError, match=r"^device=.* cannot be used: ") as refusal:
+        Decoder.from_pretrained("no/such-model", device=device)
+    assert len(str(refusal.value)) < 600
+    assert str(refusal.value).isprintable()
+
+
 class Breaking:
     """A model that returns unusable logits, or raises, at its ``at``-th forward pass; ``rows`` picks the rows."""
 
@@ -287,7 +302,8 @@ def test_only_the_request_with_unusable_logits_fails() -> None:
     alone = [token.token_ids for token in decoder.generate([1, 2, 3], GOOD).completions]
     good = decoder.stream([1, 2, 3], GOOD)
     next(good)
-    with breaking.at(1, one_row(float("nan"))), pytest.raises(ValueError, match="hold NaN"):
+    # Its prompt, a step of the other meanwhile, the first step of both: the last row there is its own.
+    with breaking.at(2, one_row(float("nan"))), pytest.raises(ValueError, match="hold NaN"):
         decoder.generate(PROMPT, GOOD)
     *_, last = good
     assert last.result is not None

@@ -154,6 +154,26 @@ def test_unknown_model(capsys):
     assert err.count("\n") == 1
 
 
+def test_a_hub_out_of_reach_is_one_sentence():
+    """huggingface_hub told of every attempt: two dozen lines before the one that says what is wrong."""
+    program = """
+import logging, sys
+from unittest import mock
+from cowbeam.decoder.cli import main
+
+def unreachable(*_, **__):
+    logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+    raise OSError("We couldn't connect to the hub")
+
+import huggingface_hub, transformers
+with mock.patch.object(transformers.AutoTokenizer, "from_pretrained", unreachable):
+    sys.exit(main(["x", "--model", "no/such-model"]))
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert process.returncode == EXIT_BAD_INPUT
+    assert process.stderr == "cowbeam: the model 'no/such-model' cannot be loaded: We couldn't connect to the hub\n"
+
+
 def test_hostile_text_reaches_the_terminal_as_text():
     """Markup and escape sequences in a prompt or a completion must not run on the user's terminal."""
     assert (

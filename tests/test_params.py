@@ -48,7 +48,7 @@ HUGE = 10**400
         ({"do_sample": True, "top_p": 0}, "top_p must be a finite number above 0 and at most 1, got 0"),
         ({"do_sample": True, "top_p": 1.1}, "top_p must be a finite number above 0 and at most 1, got 1.1"),
         ({"do_sample": True, "min_p": -0.1}, "min_p must be a finite number at least 0 and at most 1, got -0.1"),
-        ({"eos_token_id": "x"}, "eos_token_id must be an integer of at least 0, got 'x'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer of at least 0, got '</s>'"),
         ({"eos_token_id": -1}, "eos_token_id must be an integer of at least 0, got -1"),
         ({"eos_token_id": 1.5}, "eos_token_id must be token ids, got 1.5"),
         ({"eos_token_id": [1, None]}, "eos_token_id must be an integer of at least 0, got None"),
