@@ -169,13 +169,14 @@ class ModelAdapter:
         self._forward(token_ids, positions, step, last=self._last([num_tokens]))
         return step
 
-    def _last(self, lengths: Sequence[int]) -> Tensor:
+    def _last(self, lengths: Sequence[int]) -> Tensor | list[int]:
         """Where the last tokens of packed pieces are.
 
-        The last hidden states may lie on another device than the first: an index on the host goes with any.
+        The last hidden states may lie on another device than the first, where accelerate would bring a tensor: numbers
+        go with any.
         """
-        last = torch.tensor(lengths).cumsum(0) - 1
-        return last.to(self.device) if self.is_on_one_device else last
+        last = [end - 1 for end in itertools.accumulate(lengths)]
+        return torch.tensor(last, device=self.device) if self.is_on_one_device else last
 
     def follow_owner(self) -> None:
         """Raise ``version`` if the model's tensors lie elsewhere or it has other hooks than before.
@@ -350,7 +351,11 @@ class ModelAdapter:
             return self.model(**inputs)
 
     def _forward(
-        self, token_ids: Tensor, positions: Tensor, step: PrefillStep | DecodeStep | ProbeStep, last: Tensor | None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        step: PrefillStep | DecodeStep | ProbeStep,
+        last: Tensor | list[int] | None,
     ) -> Tensor:
         """``last``: the positions whose logits are wanted, None for all."""
         keep = {"logits_to_keep": last} if last is not None and self._keeps_logits else {}

@@ -51,6 +51,22 @@ def partly_on_disk(model: Any, folder: Path) -> Any:
 PLACES = [on_cpu, on_disk, partly_on_disk]
 
 
+def test_no_hook_can_bring_an_index_to_another_device(tmp_path: Path) -> None:
+    """accelerate's hook on the whole model brings each tensor it is called with to the first device.
+
+    The hidden states that ``logits_to_keep`` picks from lie on the last one: every model split over two GPUs was left to
+    gathered keys and values.
+    """
+    model = partly_on_disk(family_model("llama"), tmp_path)
+    kept: list[Any] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: kept.append(kwargs.get("logits_to_keep")), with_kwargs=True)
+    with Decoder(model, num_blocks=64) as decoder:
+        assert decoder.level == 1
+        decoder.generate(PROMPTS, BEAMS)
+    assert [6, 8] in kept, "where the two prompts end"
+    assert not any(isinstance(indices, torch.Tensor) for indices in kept)
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "bloom", "jamba"])
 def test_offloaded_weights(place: Callable[[Any, Path], Any], family: str, tmp_path: Path) -> None:
