@@ -20,6 +20,7 @@ from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, scheduler
 from cowbeam.decoder.backlog import Piece
 from cowbeam.decoder.batch import DecodeInputs
 from cowbeam.decoder.blocks import Block, BlockPool
+from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.group import Group, Request
@@ -88,38 +89,39 @@ class Watch:
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Slots are reserved; the step's copies and each branch's newest slot are still to be written."""
         self.decoder.check_integrity()
-        branches = [branch for group in self.groups for branch in group.branches]
+        branches = inputs.owners
+        groups = [group for group in self.engine._scheduler.running if group.branches[0] in branches]
+        assert [branch for group in groups for branch in self.in_row_order(group)] == branches
         self.poison(self.engine._cache)
         logits = self._decode(inputs)
         for branch in branches:
             self.note_written(links(branch.last_block), branch.num_slots)
-        for group in self.groups:
+        for group in groups:
             sequences = [
                 [*group.request.prompt_token_ids, *(token.token_id for token in branch.tokens)]
                 for branch in group.branches
             ]
             rows = [branch.row for branch in group.branches]
             self.compare(logits[torch.tensor(rows)], self.recompute(sequences))
-        self.check_rows(inputs)
+        self.check_rows(inputs, groups)
         self.steps += 1
         self.rows += len(branches)
         self.copies += int((inputs.copy_sources != inputs.copy_destinations).sum())
         return logits
 
-    def check_rows(self, inputs: DecodeInputs) -> None:
+    def in_row_order(self, group: Group) -> list[Branch]:
+        return sorted(group.branches, key=lambda branch: branch.row or 0)
+
+    def check_rows(self, inputs: DecodeInputs, groups: Sequence[Group]) -> None:
         """Rows in tree order: those of a group that share a block are neighbours: it is read once for all."""
-        for group in self.groups:
-            by_row = sorted(group.branches, key=lambda branch: branch.row or 0)
+        for group in groups:
+            by_row = self.in_row_order(group)
             for branch in by_row:
                 table = branch.block_table
                 assert inputs.block_tables[branch.row, : len(table)].tolist() == table, "not the host's table"
             for blocks in zip(*(branch.block_table for branch in by_row), strict=True):
                 changes = sum(one != other for one, other in pairwise(blocks))
                 assert changes < len(set(blocks)), f"rows that share a block are apart: {blocks}"
-
-    @property
-    def groups(self) -> list[Group]:
-        return self.engine._scheduler.running
 
     @property
     def pool(self) -> BlockPool:
