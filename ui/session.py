@@ -108,7 +108,7 @@ class Sessions:
                 lines = [to_json({"type": "queued", "ahead": ahead})]
             if lines:
                 yield lines
-            time.sleep(max(0.0, begun + self._message_gap - time.perf_counter()))
+            run.wait_until_over(max(0.0, begun + self._message_gap - time.perf_counter()))
 
     def keep_recorded(self, settings: Settings) -> None:
         """The recorded run's settings: it can be run again for a check or a what-if."""
