@@ -142,13 +142,16 @@ def test_reduced_motion_draws_a_step_once(demo, browser):
 def test_a_page_on_which_nothing_moves_asks_for_no_frames(visitor):
     """Gradio's loader left a loop of sixty frames a second behind, on the cores that decode."""
     visitor.eval("cowbeam.clock.pause()")
-    visitor.page.wait_for_timeout(2500)
     asked = """async () => {
-      const frame = () => { const id = requestAnimationFrame(() => {}); cancelAnimationFrame(id); return id; }, before = frame();
+      const frame = () => { const id = requestAnimationFrame(() => {}); cancelAnimationFrame(id); return id; };
+      const before = frame();
       await new Promise(done => setTimeout(done, 500));
       return frame() - before - 1;
     }"""
-    assert visitor.eval(asked) == 0
+    seen = []
+    while len(seen) < 20 and 0 not in seen:  # Gradio's own controls glide into place for some seconds
+        seen.append(visitor.eval(asked))
+    assert seen[-1] == 0, seen
 
 
 def test_live_pictures_are_few_and_a_pause_shows_all_of_its_step(visitor):
