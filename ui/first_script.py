@@ -12,8 +12,10 @@ class FirstScript:
         self._tag = f"<head><script>{script}</script>".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the page's own address with the script in it."""
         if scope["type"] != "http" or scope["method"] != "GET" or scope["path"] != f"{scope.get('root_path', '')}/":
-            return await self._app(scope, receive, send)
+            await self._app(scope, receive, send)
+            return
         begun: list[Message] = []
         body = b""
 
