@@ -137,3 +137,37 @@ def test_reduced_motion_draws_a_step_once(demo, browser):
     visitor.page.wait_for_timeout(500)
     assert visitor.eval("cowbeam.drawn") - before <= 2
     visitor.close()
+
+
+def test_a_page_on_which_nothing_moves_asks_for_no_frames(visitor):
+    """Gradio's loader left a loop of sixty frames a second behind, on the cores that decode."""
+    visitor.eval("cowbeam.clock.pause()")
+    asked = """async () => {
+      const frame = () => { const id = requestAnimationFrame(() => {}); cancelAnimationFrame(id); return id; };
+      const before = frame();
+      await new Promise(done => setTimeout(done, 500));
+      return frame() - before - 1;
+    }"""
+    seen = []
+    while len(seen) < 20 and 0 not in seen:  # Gradio's own controls glide into place for some seconds
+        seen.append(visitor.eval(asked))
+    assert seen[-1] == 0, seen
+
+
+def test_live_pictures_are_few_and_a_pause_shows_all_of_its_step(visitor):
+    """The page draws beside the model; what it left out while steps passed belongs to the step at which one stops."""
+    visitor.set_number("max_new_tokens", 120)
+    visitor.generate()
+    visitor.wait_for_step(2)
+    drawn, begun = visitor.eval("[cowbeam.drawn, performance.now()]")
+    visitor.wait_for_step(40)
+    drawn_now, now = visitor.eval("[cowbeam.drawn, performance.now()]")
+    assert 2 <= drawn_now - drawn <= 3 + (now - begun) / 33
+    position = "+document.querySelector('[data-o=atokensub]').textContent.split('position ')[1]"
+    wanted = "cowbeam.pane.state.len[cowbeam.pane.store.best(cowbeam.pane.state)] - 1"
+    visitor.press("Pause")
+    assert visitor.eval(f"[{position}, cowbeam.pane.isPassing]") == [visitor.eval(wanted), False]
+    visitor.press("live")
+    visitor.page.click("#stop")
+    visitor.wait_until_done()
+    assert visitor.eval(position) == visitor.eval(wanted)

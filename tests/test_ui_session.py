@@ -8,6 +8,7 @@ import time
 import pytest
 
 from cowbeam.ui.answers import server_functions
+from cowbeam.ui.decoders import load_decoders
 from cowbeam.ui.engine_thread import EngineThread
 from cowbeam.ui.run import Run, to_json
 from cowbeam.ui.session import MAX_KEPT_RUNS, MAX_WAITING_RUNS, Sessions, refusal
@@ -226,3 +227,19 @@ def test_run_ids_cannot_be_guessed():
     ids = {Run(settings()).id for _ in range(1000)}
     assert len(ids) == 1000
     assert min(map(len, ids)) >= 16
+
+
+def test_the_model_is_loaded_in_a_thread_that_ends(monkeypatch):
+    """OpenMP's workers of a thread that lives on would put those of the engine thread to sleep at every operator."""
+    loaders = []
+
+    def load(*_arguments, **_options):
+        loaders.append(threading.current_thread())
+        return tiny_decoders().first
+
+    monkeypatch.setattr("cowbeam.ui.decoders.Decoder.from_pretrained", load)
+    decoders = load_decoders()
+    (loader,) = loaders
+    assert loader is not threading.current_thread()
+    assert not loader.is_alive()
+    decoders.close()

@@ -12,9 +12,9 @@ from typing import Any
 
 import gradio as gr
 
-from cowbeam.decoder import Decoder, DecodeResult
+from cowbeam.decoder import DecodeResult
 from cowbeam.decoder.what_if import Position, WhatIf, corrupt_entry
-from cowbeam.ui.decoders import Decoders
+from cowbeam.ui.decoders import Decoders, load_decoders
 from cowbeam.ui.engine_thread import EngineThread
 from cowbeam.ui.frontend import recorded_run
 from cowbeam.ui.run import Run
@@ -29,8 +29,7 @@ Answer = dict[str, Any]
 
 def open_sessions(model: str | None = None, *, device: str | None = None, dtype: str | None = None) -> Sessions:
     """Load the model and start the engine thread. Raises ValueError or FileNotFoundError, in one sentence."""
-    first = Decoder.from_pretrained(model, device=device, dtype=dtype, block_size=8, num_blocks=8, compile=False)
-    sessions = Sessions(EngineThread(Decoders(first)))
+    sessions = Sessions(EngineThread(load_decoders(model, device=device, dtype=dtype)))
     sessions.keep_recorded(Settings.from_values(recorded_run()["records"][0]["settings"]))
     return sessions
 

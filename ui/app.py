@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from cowbeam.ui import answers
 from cowbeam.ui.examples import EXAMPLES
+from cowbeam.ui.first_script import FirstScript
 from cowbeam.ui.form import (
     COMPARISONS,
     DEFAULTS,
@@ -33,6 +35,9 @@ from cowbeam.ui.settings import in_form_words
 from cowbeam.ui.theme import theme
 
 DEFAULT_PORT = 7860
+
+# Seconds after which the server looks again whether a visitor pressed something.
+QUEUE_SLEEP = 0.02
 
 # On a narrow page prompt, Generate and the picture come first. Gradio does not draw what is folded from the start.
 FOLD_SETTINGS = """() => {
@@ -55,8 +60,7 @@ def build_app(sessions: Sessions) -> gr.Blocks:
         with gr.Column(scale=1, elem_id="stage"):
             view = gr.HTML(
                 value="",
-                html_template=read_static("scope.html"),
-                css_template=read_static("scope.css"),
+                html_template="",  # the script brings its own (frontend.py)
                 js_on_load=script(COMPARISONS=COMPARISONS, IDEAS={e.values["prompt"]: e.shows for e in EXAMPLES}),
                 apply_default_css=False,
                 server_functions=answers.server_functions(sessions),
@@ -83,7 +87,8 @@ def _add_examples(controls: dict[str, Any]) -> None:
 def _connect(app: gr.Blocks, form: Form, view: gr.HTML, sessions: Sessions) -> None:
     """The events. Streams are limited by our own queue; Gradio's would free a place before the decoder is done."""
     stream = {"show_progress": "hidden", "concurrency_limit": 32, "concurrency_id": "runs", "api_visibility": "private"}
-    quick = {"queue": False, "api_visibility": "private", "show_progress": "hidden"}
+    # Gradio tells every component that ever showed an event's progress of each message of a run: let it be one.
+    quick = {"queue": False, "api_visibility": "private", "show_progress": "hidden", "show_progress_on": view}
 
     def stream_form(given: dict[Any, Any], request: gr.Request) -> Iterator[str]:
         yield from stream_runs(sessions, request, lambda: searches(form.values(given), given[form.compare]))
@@ -137,7 +142,9 @@ def stream_runs(sessions: Sessions, request: gr.Request, wanted: Any) -> Iterato
 
 def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: bool = True) -> None:
     """Serve. Off are: the run history that Gradio keeps in the browser, its monitoring dashboard, its analytics."""
-    app.queue(max_size=64).launch(
+    app.queue(max_size=64)
+    _let_the_queue_sleep(app)
+    app.launch(
         server_name=host,
         server_port=port,
         share=share,
@@ -147,10 +154,17 @@ def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: 
         enable_monitoring=False,
         ssr_mode=False,
         footer_links=["api"],
+        app_kwargs={"middleware": [Middleware(FirstScript, script=read_static("frames.js"))]},
         show_error=True,
         quiet=True,
         prevent_thread_lock=not block,
     )
+
+
+def _let_the_queue_sleep(app: gr.Blocks) -> None:
+    """Gradio looks a thousand times a second whether an event waits, and the decoder computes on the same cores."""
+    app._queue.sleep_when_free = QUEUE_SLEEP
+    app._queue.progress_update_sleep_when_free = 1.0  # no event here tells its progress
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

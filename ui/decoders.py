@@ -6,6 +6,7 @@ both: another choice is another pool. The weights are shared.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cowbeam.decoder import Decoder
@@ -16,6 +17,20 @@ from cowbeam.ui.settings import MAX_BLOCKS, Settings
 # Pools that are kept; each holds its memory until it is closed.
 MAX_KEPT = 3
 MIN_BLOCKS = 64
+
+
+def load_decoders(model: str | None = None, *, device: str | None = None, dtype: str | None = None) -> "Decoders":
+    """Load the model, in a thread that ends. Raises ValueError or FileNotFoundError.
+
+    OpenMP keeps workers for every thread that ever computed. As soon as they are more than the cores, GNU's puts all
+    of them to sleep between two pieces of work instead of letting them wait for the next: a step of 8 beams took 57 ms
+    in place of 42. So nothing but the engine thread may have any when it decodes.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="cowbeam-loader") as loader:
+        load = loader.submit(
+            Decoder.from_pretrained, model, device=device, dtype=dtype, block_size=8, num_blocks=8, compile=False
+        )
+        return Decoders(load.result())
 
 
 class Decoders:
@@ -76,6 +91,11 @@ class Decoders:
     def token_text(self, token_id: int) -> str:
         """One token as text, special tokens included: the prompt's tokens are shown, not read."""
         return str(self.first.tokenizer.decode([token_id]))  # type: ignore[union-attr]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Is the model computed on the cores that serve the page?"""
+        return self.first.model.device.type == "cpu"
 
     @property
     def all(self) -> list[Decoder]:

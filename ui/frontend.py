@@ -1,7 +1,8 @@
 """The browser's half, read from ``static/``: one script, one template, two style sheets, one recorded run.
 
-The template and the component's style sheet are evaluated by Gradio as JavaScript template literals, so neither may
-hold a backslash, a backtick, ``${`` or ``{{``, and no text of a model or a visitor ever enters them.
+The script puts the template and its style sheet in place, once. Handed to Gradio as ``html_template`` and
+``css_template`` they would be compiled, evaluated and, the sheet, parsed again with every message of a run, and the
+whole document styled anew. No text of a model or a visitor ever enters them.
 """
 
 import json
@@ -48,6 +49,7 @@ def script(**constants: Any) -> str:
 
     ``constants`` are what Python knows and the scripts use, by name.
     """
+    constants = {"TEMPLATE": read_static("scope.html"), "STYLE": read_static("scope.css"), **constants}
     given = [f"const {name} = {to_json(value)};" for name, value in constants.items()]
     return "\n".join([*given, *map(read_static, SCRIPTS), MOUNT])
 

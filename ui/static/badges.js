@@ -19,11 +19,11 @@ class Badges {
   show() {
     const { scope } = this, badge = scope.output('invariant'), check = scope.output('check');
     const breach = scope.stores.map(store => store.breach).find(Boolean), stats = scope.pane.store.end?.stats;
-    badge.className = `badge ${breach ? 'bad' : 'good'}`;
+    put(badge, 'className', `badge ${breach ? 'bad' : 'good'}`);
     setText(badge, breach ?? `sharers = table entries at all ${plural(scope.clock.last, 'step')}`);
     if (stats && !breach) this.agreeWithStats(badge, scope.pane.store, stats);
-    check.hidden = !stats;
-    if (!this.verdict) { check.className = 'badge'; setText(check, 'compare with transformers'); }
+    put(check, 'hidden', !stats);
+    if (!this.verdict) { put(check, 'className', 'badge'); setText(check, 'compare with transformers'); }
   }
 
   /* The page's own numbers, summed from events, against what the decoder reports. */

@@ -78,6 +78,10 @@ function formatBytes(bytes) {
   return `${Math.round(bytes)} B`;
 }
 
-const plural = (count, noun) => `${count.toLocaleString('en')} ${noun}${count === 1 ? '' : 's'}`;
+const english = new Intl.NumberFormat('en');
+
+function inEnglish(number) { return english.format(number); }
+
+const plural = (count, noun) => `${inEnglish(count)} ${noun}${count === 1 ? '' : 's'}`;
 
 if (typeof module !== 'undefined') module.exports = { visibleText, tokenLabel, shorten, formatBytes };

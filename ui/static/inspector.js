@@ -26,17 +26,17 @@ class Inspector {
   show() {
     this.settle();
     const { pane } = this, button = pane.button('unpin');
-    setText(button, this.isPinned ? 'unpin' : 'pin'); button.setAttribute('aria-pressed', this.isPinned);
+    setText(button, this.isPinned ? 'unpin' : 'pin'); put(button, 'ariaPressed', String(this.isPinned));
     if (this.place === null) return this.showNothing();
     const { store, state } = pane, { start } = store, { place, shown: position } = this, size = start.block_size;
     const logical = Math.floor(position / size), offset = position % size, block = this.block, slot = block * size + offset;
     this.showChoices();
-    const put = (name, text) => setText(pane.output(name), text);
-    put('atokenkey', this.likelihood(place, position)); put('atokensub', `b${place}, position ${position}`);
-    put('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`);
-    put('alogical', `${logical}, ${offset}`); put('alogicalsub', `${position} = ${logical} × ${size} + ${offset}`);
-    put('atablek', `block table of b${place}`); put('atable', `[${logical}] → ${block}`); put('atablesub', `entry ${logical + 1} of ${state.tabs[place].length}`);
-    put('aslot', String(slot)); put('aslotsub', `${block} × ${size} + ${offset}`);
+    const write = (name, text) => setText(pane.output(name), text);
+    write('atokenkey', this.likelihood(place, position)); write('atokensub', `b${place}, position ${position}`);
+    write('atoken', `“${shorten(tokenLabel(store.tokenAt(state, place, position)), 16)}”`);
+    write('alogical', `${logical}, ${offset}`); write('alogicalsub', `${position} = ${logical} × ${size} + ${offset}`);
+    write('atablek', `block table of b${place}`); write('atable', `[${logical}] → ${block}`); write('atablesub', `entry ${logical + 1} of ${state.tabs[place].length}`);
+    write('aslot', String(slot)); write('aslotsub', `${block} × ${size} + ${offset}`);
     this.showBytes(block, offset);
     this.showBlock(block, logical, offset);
   }
@@ -56,29 +56,36 @@ class Inspector {
   showChoices() {
     const { pane } = this, list = pane.output('atplace'), places = occupied(pane.state), key = places.join();
     if (list.dataset.key !== key) { list.dataset.key = key; list.replaceChildren(...places.map(place => choice(place, `b${place}`))); }
-    list.value = this.place;
+    put(list, 'value', String(this.place));
     const input = pane.output('atposition');
-    input.max = pane.state.len[this.place] - 1;
-    if (document.activeElement !== input) input.value = this.shown;
+    put(input, 'max', String(pane.state.len[this.place] - 1));
+    if (document.activeElement !== input) put(input, 'value', String(this.shown));
   }
 
   /* A layer's pool is [blocks, 2, kv_heads, block_size, head_dim]; the offsets are of head 0. */
   showBytes(block, offset) {
-    const { start } = this.pane.store, { kv_heads, head_dim, item_bytes, layers } = start.layout, put = (name, text) => setText(this.pane.output(name), text);
-    if (!kv_heads) { put('abytes', 'differs by layer'); put('abytessub', ' '); return; }
+    const { start } = this.pane.store, { kv_heads, head_dim, item_bytes, layers } = start.layout, write = (name, text) => setText(this.pane.output(name), text);
+    if (!kv_heads) { write('abytes', 'differs by layer'); write('abytessub', ' '); return; }
     const row = head_dim * item_bytes, head = start.block_size * row, key = block * 2 * kv_heads * head + offset * row;
-    put('abytes', `K ${key.toLocaleString('en')}`);
-    put('abyteskey', `byte offset in the pool of each of ${plural(layers, 'layer')}`);
-    put('abytessub', `V +${(kv_heads * head).toLocaleString('en')} · each of ${plural(kv_heads, 'head')} +${head.toLocaleString('en')}`);
+    write('abytes', `K ${inEnglish(key)}`);
+    write('abyteskey', `byte offset in the pool of each of ${plural(layers, 'layer')}`);
+    write('abytessub', `V +${inEnglish(kv_heads * head)} · each of ${plural(kv_heads, 'head')} +${inEnglish(head)}`);
   }
 
   showBlock(block, logical, offset) {
     const { pane } = this, { store, state } = pane, holders = occupied(state).filter(place => state.tabs[place][logical] === block);
     setText(pane.output('ablock'), `block ${block}`);
-    pane.output('aholders').replaceChildren(...holders.map(place => make('span', '', `b${place}`)));
+    this.showHolders(holders);
     setText(pane.output('alife'), this.lifeText(block));
     this.showCells(block, logical, offset);
     this.drawSpark(block);
+  }
+
+  showHolders(places) {
+    const list = this.pane.output('aholders');
+    while (list.children.length > places.length) list.lastChild.remove();
+    while (list.children.length < places.length) list.append(make('span'));
+    places.forEach((place, i) => setText(list.children[i], `b${place}`));
   }
 
   lifeText(block) {
@@ -101,9 +108,9 @@ class Inspector {
     this.first = logical * size;
     for (let i = 0; i < size; i++) {
       const cell = cells.children[i];
-      cell.className = i === offset ? 'here' : i < filled ? this.first + i < store.start.prompt_len ? 'prompt' : '' : 'unwritten';
+      put(cell, 'className', i === offset ? 'here' : i < filled ? this.first + i < store.start.prompt_len ? 'prompt' : '' : 'unwritten');
       setText(cell, i < filled ? shorten(tokenLabel(store.tokenAt(state, this.place, this.first + i)), 12) : ' ');
-      cell.title = i < filled ? `slot ${block * size + i}` : 'not written yet';
+      put(cell, 'title', i < filled ? `slot ${block * size + i}` : 'not written yet');
     }
   }
 

@@ -3,7 +3,7 @@
 class Pane {
   constructor(root, palette, hooks) {
     Object.assign(this, { root, palette, hooks, store: new TraceStore(), state: null, run: null, shownRun: null, isWaiting: true, hover: {}, colour: 'sharers', rowOrder: 'tree',
-                          fitAll: false, logScale: false, isStill: false, shownAt: 0, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
+                          fitAll: false, logScale: false, isStill: false, shownAt: 0, headStart: 0, isPassing: false, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
     this.outputs = new Map([...root.querySelectorAll('[data-o]')].map(e => [e.dataset.o, e]));
     this.panels = { pool: new PoolPanel(this), tables: new TablesPanel(this), tree: new TreePanel(this), memory: new MemoryPanel(this) };
     this.inspector = new Inspector(this);
@@ -36,11 +36,15 @@ class Pane {
     if (!this.store.last) return;
     const step = Math.max(1, Math.min(this.store.last, t));
     if (this.state?.t !== step) this.wrongEntry = this.wrongPlaces = null;
-    this.state = this.store.at(step); this.shownAt = performance.now();
+    this.state = this.store.at(step); this.shownAt = performance.now() - this.headStart;
     this.inspector.isHeld = false;
-    showFigures(this); showBranches(this); showEvents(this); this.inspector.show();
-    this.mark('pool', 'tables', 'tree', 'memory');
+    showFigures(this); showBranches(this); showEvents(this);
+    this.mark('pool', 'tables', 'tree');
+    if (this.isPassing) this.inspector.settle(); else this.showRest();
   }
+
+  /* What may follow more slowly while steps pass. */
+  showRest() { if (this.state) { this.inspector.show(); this.mark('memory'); } }
 
   /* How far the marks of this step have faded: 0 to 1. */
   age(milliseconds) { return this.isStill ? 1 : Math.min(1, (performance.now() - this.shownAt) / milliseconds); }

@@ -48,7 +48,7 @@ class PoolPanel {
       if (tall >= 15) labels.push([block, sharers, share]);
     }
     const moving = this.drawEvents(context);
-    for (const label of labels) this.label(context, ...label);  // over the arcs: a line through a number reads as another
+    this.drawLabels(context, labels);  // over the arcs: a line through a number reads as another
     this.drawHover(context);
     return moving;
   }
@@ -70,16 +70,21 @@ class PoolPanel {
     context.drawImage(this.empty, 0, 0, this.surface.width, this.surface.height);
   }
 
-  /* How many share it and, where there is room, which block it is. Ink by what is behind it: written slots or empty ones. */
-  label(context, block, sharers, share) {
-    const { palette, colour } = this.pane, { wide, tall } = this.grid, [x, y] = this.corner(block), isBig = tall >= 21 && wide >= 27;
-    const pixels = Math.round(2 * Math.min(11.5, tall * (isBig ? .42 : .5), wide * .4)) / 2, written = colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
-    const put = (text, at, size, weight) => {
-      context.font = palette.font(size, weight); context.fillStyle = share > 1 - at ? written : palette.get('ink'); context.fillText(text, x + wide / 2, y + tall * at + .5);
+  /* How many share it and, where there is room, which block it is. Ink by what is behind it: written slots or empty
+     ones. One font after the other: a font costs more to set than to use. */
+  drawLabels(context, labels) {
+    const { palette, colour } = this.pane, { wide, tall } = this.grid, isBig = tall >= 21 && wide >= 27;
+    const pixels = Math.round(2 * Math.min(11.5, tall * (isBig ? .42 : .5), wide * .4)) / 2, ink = palette.get('ink');
+    const write = (at, size, weight, text) => {
+      context.font = palette.font(size, weight);
+      for (const [block, sharers, share] of labels) {
+        const [x, y] = this.corner(block), written = colour === 'identity' ? '#0b1018' : palette.inkOn(sharers);
+        context.fillStyle = share > 1 - at ? written : ink; context.fillText(text(block, sharers), x + wide / 2, y + tall * at + .5);
+      }
     };
     context.textAlign = 'center'; context.textBaseline = 'middle';
-    if (isBig) put(`#${block}`, .27, Math.min(9, wide * .3), 400);
-    put(`×${sharers}`, isBig ? .67 : .5, pixels, 700);
+    if (isBig) write(.27, Math.min(9, wide * .3), 400, block => `#${block}`);
+    write(isBig ? .67 : .5, pixels, 700, (_, sharers) => `×${sharers}`);
   }
 
   /* Rings on what this step allocated, copied and freed; a copy's arc runs from its source. True while it moves. */

@@ -1,11 +1,21 @@
 /* The component: messages in, panes on one clock, buttons and keys. Entry point: mountScope. */
 
-/* Marks fade in few pictures: the model may be computing on the cores that draw them. */
-const FADE_MS = 90;
+/* The model may be computing on the cores that draw: one part in PICTURE_SHARE of this thread's time goes into pictures
+   that nobody asked for (of new steps, of marks that fade), but there is one at least every LONGEST_GAP_MS. */
+const PICTURE_SHARE = 32, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 240;
+
+/* Live, what moves a pixel a step or cannot be read in passing (the curves over the steps, the address of the newest
+   token) follows this often. */
+const WHOLE_MS = 900;
+
+/* Live, the next picture is of a later step: arcs are whole at once. */
+const ARC_MS = 300;
 
 class Scope {
   constructor(host, { props, watch, server, trigger }) {
-    Object.assign(this, { host, server, trigger, frameRequest: 0, drawn: 0, drawMs: 0, slowest: 0 });
+    Object.assign(this, { host, server, trigger, frameRequest: 0, waking: 0, drawn: 0, drawMs: 0, slowest: 0,
+                          isBehind: false, drawnAt: 0, wholeAt: 0, gap: SHORTEST_GAP_MS, painted: new MessageChannel() });
+    this.painted.port1.onmessage = () => this.takeTime();
     this.root = host.querySelector('.kv');
     this.palette = new Palette(this.root);
     this.still = matchMedia('(prefers-reduced-motion: reduce)');
@@ -71,41 +81,62 @@ class Scope {
 
   traceOpened() { this.clock.isLive = false; this.root.dataset.done = '1'; this.framesTaken(); }
 
+  /* Every step is in the trace at once; it is shown with the next picture. */
   framesTaken() {
     const { clock } = this;
-    this.output('seek').max = Math.max(1, clock.last); this.root.dataset.tail = this.pane.isWaiting ? 0 : clock.last;
+    this.root.dataset.tail = this.pane.isWaiting ? 0 : clock.last;
     if (!clock.last) return;
+    if (clock.t && clock.isGrowing) { this.isBehind = true; this.wakeInTime(); } else this.catchUp();
+  }
+
+  catchUp() {
+    const { clock } = this;
+    this.isBehind = false;
+    const isPassing = clock.isLive && clock.isGrowing && performance.now() < this.wholeAt + WHOLE_MS;
+    if (!isPassing) this.wholeAt = performance.now();
+    for (const pane of this.shown) pane.isPassing = isPassing;
+    put(this.output('seek'), 'max', String(Math.max(1, clock.last)));
     if (clock.isLive || !clock.t) clock.follow();
     else if (this.shown.some(pane => pane.store.last && !pane.state)) this.show(clock.t);
     else { this.showPosition(); for (const pane of this.shown) pane.mark('memory'); }
-    this.markTime(); this.showButtons(); this.badges.show();
+    this.showButtons();
+    if (!isPassing) { this.markTime(); this.badges.show(); }
+  }
+
+  /* What passing steps left out, as soon as the cursor stays. */
+  showRest() {
+    if (this.clock.isLive && this.clock.isGrowing || !this.panes.some(pane => pane.isPassing)) return;
+    for (const pane of this.shown) { pane.isPassing = false; pane.showRest(); }
+    this.markTime(); this.badges.show();
   }
 
   /* ---- what is shown ---- */
 
   show(t) {
-    for (const pane of this.shown) pane.show(t);
+    const isLive = this.clock.isLive && this.clock.isGrowing;
+    for (const pane of this.shown) { pane.headStart = isLive ? ARC_MS : 0; pane.isPassing &&= isLive; pane.show(t); }
     const { root } = this, [pane] = this.shown;
-    this.output('seek').value = t; this.showPosition(); this.markTime();
+    put(this.output('seek'), 'value', String(t)); this.showPosition();
+    if (!pane?.isPassing) this.markTime();
     if (!pane?.state) return;
     const breaches = this.shown.map(p => p.state && p.store.check(p.state)).filter(Boolean);
     Object.assign(root.dataset, { step: t, used: pane.store.stats[pane.state.t - 1].used, invariant: breaches[0] ?? 'ok' });
     const isVersus = this.shown.length > 1 && this.shown.every(p => p.state);
-    this.output('versus').hidden = !isVersus;
+    put(this.output('versus'), 'hidden', !isVersus);
     if (isVersus) setText(this.output('versus'), comparisonSentence(this.shown));
     if (this.root.querySelector('.kv-table').open) this.output('table').replaceChildren(stepTable(this.shown));
     this.lessons.stepShown();
   }
 
-  showPosition() { setText(this.output('pos'), `${this.clock.t} / ${this.clock.last}`); this.output('seek').setAttribute('aria-valuetext', `step ${this.clock.t} of ${this.clock.last}`); }
+  showPosition() { setText(this.output('pos'), `${this.clock.t} / ${this.clock.last}`); put(this.output('seek'), 'ariaValueText', `step ${this.clock.t} of ${this.clock.last}`); }
 
   showButtons() {
-    const { clock } = this, press = (name, on) => { for (const b of this.root.querySelectorAll(`[data-b=${name}]`)) b.setAttribute('aria-pressed', on); };
+    const { clock } = this, press = (name, on) => { for (const b of this.root.querySelectorAll(`[data-b=${name}]`)) put(b, 'ariaPressed', String(on)); };
     press('live', clock.isLive); press('fit', this.pane.fitAll); press('log', this.pane.logScale);
     const play = this.root.querySelector('[data-b=play]'), runs = clock.isPlaying || clock.isLive && clock.isGrowing;
-    setText(play, runs ? 'pause' : 'play'); play.setAttribute('aria-label', runs ? 'Pause' : 'Play');
-    this.root.dataset.playing = clock.isPlaying ? '1' : '0';
-    this.wake();
+    setText(play, runs ? 'pause' : 'play'); put(play, 'ariaLabel', runs ? 'Pause' : 'Play');
+    put(this.root.dataset, 'playing', clock.isPlaying ? '1' : '0');
+    this.showRest(); this.wake();
   }
 
   /* A sentence above the picture; `actions` are buttons after it: [label, what it does]. */
@@ -139,16 +170,38 @@ class Scope {
   markTime() { this.timeIsDirty = true; this.wake(); }
   wake() { if (!this.frameRequest) this.frameRequest = requestAnimationFrame(now => this.drawFrame(now)); }
 
+  /* With the next picture that is due. */
+  wakeInTime() {
+    const due = this.drawnAt + this.gap - performance.now();
+    if (due <= 0) this.wake(); else this.waking ||= setTimeout(() => this.wake(), due);
+  }
+
   drawFrame(now) {
-    cancelAnimationFrame(this.frameRequest); clearTimeout(this.fading); this.frameRequest = 0;
+    cancelAnimationFrame(this.frameRequest); clearTimeout(this.waking); this.waking = 0;
     if (!this.host.isConnected) return;
+    try { this.drawPicture(now); } finally { this.frameRequest = 0; }  // not before: what the picture marked itself is drawn
+    if (this.clock.isPlaying) this.wake();
+    else if (this.isDirty) this.wakeInTime();
+  }
+
+  get isDirty() { return this.timeIsDirty || this.shown.some(pane => pane.dirty.size); }
+
+  drawPicture(now) {
+    this.drawnAt = performance.now();
     if (this.clock.isPlaying) this.clock.tick(now);
-    const begun = performance.now(), wasDirty = this.timeIsDirty || this.shown.some(pane => pane.dirty.size);
+    if (this.isBehind) this.catchUp();
+    const begun = performance.now(), wasDirty = this.isDirty;
     for (const pane of this.shown) pane.draw();
     if (this.timeIsDirty) { this.timeIsDirty = false; if (this.stores.length) this.timeline.draw(); }
-    if (wasDirty) { const took = performance.now() - begun; this.drawn++; this.drawMs += took; this.slowest = Math.max(this.slowest, took); }
-    if (this.clock.isPlaying) this.wake();
-    else if (this.shown.some(pane => pane.dirty.size)) this.fading = setTimeout(() => this.wake(), FADE_MS);
+    if (!wasDirty) return;
+    const took = performance.now() - begun; this.drawn++; this.drawMs += took; this.slowest = Math.max(this.slowest, took);
+    this.painted.port2.postMessage(null);
+  }
+
+  /* The browser has laid out and painted: how long must this thread be left alone? */
+  takeTime() {
+    const took = performance.now() - this.drawnAt;
+    this.gap = (this.gap + Math.min(LONGEST_GAP_MS, Math.max(SHORTEST_GAP_MS, PICTURE_SHARE * took))) / 2;
   }
 
   restyle() {
@@ -205,7 +258,14 @@ class Scope {
   }
 }
 
+/* The style sheet's rules are of this component only, and go with it. */
+function putInPlace(host) {
+  const style = make('style', '', `#${host.id} { ${STYLE} }`);
+  host.innerHTML = TEMPLATE; host.prepend(style);
+}
+
 function mountScope(host, gradio) {
+  putInPlace(host);
   const scope = new Scope(host, gradio);
   window.cowbeam = scope;  // for tests and for the curious
   scope.root.dataset.ready = '1';

@@ -4,21 +4,29 @@ function make(tag, className, text) { const e = document.createElement(tag); if 
 
 function choice(value, text) { const option = make('option', '', text); option.value = value; return option; }
 
-function setText(target, text) { if (target.textContent !== text) target.textContent = text; }
+/* A text node that keeps its place: nothing but its words is laid out again. */
+function setText(target, text) {
+  const node = target.firstChild;
+  if (node?.nodeType !== Node.TEXT_NODE || node.nextSibling) { if (target.textContent !== text) target.textContent = text; }
+  else if (node.data !== text) node.data = text;
+}
+
+/* What is set again to what it is makes work for the browser, and for all that watch the document. */
+function put(target, name, value) { if (target[name] !== value) target[name] = value; }
 
 const saved = (ours, theirs) => theirs > 0 ? `${ours <= theirs ? '−' : '+'}${Math.abs(100 * (1 - ours / theirs)).toFixed(0)} %` : '–';
 
 /* The tiles. `mem` is in bytes; the numbers are those of the trace, none is made up here. */
 function showFigures(pane) {
-  const { store, state, frame } = pane, { start } = store, { mem } = frame, stat = store.stats[state.t - 1], put = (name, text) => setText(pane.output(name), text);
+  const { store, state, frame } = pane, { start } = store, { mem } = frame, stat = store.stats[state.t - 1], write = (name, text) => setText(pane.output(name), text);
   const entries = state.tabs.reduce((sum, table) => sum + table.length, 0);
-  put('step', String(state.t)); put('stepsub', occupied(state).length ? timeOf(frame) : 'the search is over');
-  put('used', stat.used.toLocaleString('en')); put('usedof', `of ${start.num_blocks.toLocaleString('en')}`);
-  put('usedsub', `${formatBytes(mem.used)} · peak ${stat.peak.toLocaleString('en')}`);
-  put('share', stat.used ? `${(entries / stat.used).toFixed(2)}×` : '–');
-  put('copies', saved(mem.used, mem.copies)); put('copiessub', `${formatBytes(mem.copies)} with copies`);
-  put('reserve', saved(mem.used, mem.contiguous)); put('reservesub', `${formatBytes(mem.contiguous)} reserved`);
-  put('cows', stat.cowTotal.toLocaleString('en')); put('cowsnow', `${stat.cow} now`); put('cowssub', `${formatBytes(stat.copiedTotal * start.bytes_per_token)} carried over`);
+  write('step', String(state.t)); write('stepsub', occupied(state).length ? timeOf(frame) : 'the search is over');
+  write('used', inEnglish(stat.used)); write('usedof', `of ${inEnglish(start.num_blocks)}`);
+  write('usedsub', `${formatBytes(mem.used)} · peak ${inEnglish(stat.peak)}`);
+  write('share', stat.used ? `${(entries / stat.used).toFixed(2)}×` : '–');
+  write('copies', saved(mem.used, mem.copies)); write('copiessub', `${formatBytes(mem.copies)} with copies`);
+  write('reserve', saved(mem.used, mem.contiguous)); write('reservesub', `${formatBytes(mem.contiguous)} reserved`);
+  write('cows', inEnglish(stat.cowTotal)); write('cowsnow', `${stat.cow} now`); write('cowssub', `${formatBytes(stat.copiedTotal * start.bytes_per_token)} carried over`);
 }
 
 function timeOf({ t, ms }) { return ms === undefined ? 'of a recorded run' : t === 1 ? `${ms.toFixed(0)} ms, prompt included` : `${ms.toFixed(1)} ms for this step`; }
@@ -60,18 +68,18 @@ function showLive(pane, row, place, rank, best) {
   const { store, state } = pane, path = store.path(state.live[place]);
   let shared = 0;
   while (rank > 0 && shared < path.length && path[shared] === best[shared]) shared++;
-  row.className = rank === 0 ? 'best' : ''; row.dataset.place = place; row.dataset.testid = `branch-${rank}`;
+  put(row, 'className', rank === 0 ? 'best' : ''); put(row.dataset, 'place', String(place)); put(row.dataset, 'testid', `branch-${rank}`);
   setText(row.children[0], `${rank === 0 ? '★' : ''}b${place}`); setText(row.children[1], state.scores[place].toFixed(2));
-  row.children[1].title = 'sum of log-probs'; row.wholeText = () => store.text(path);
+  put(row.children[1], 'title', 'sum of log-probs'); row.wholeText = () => store.text(path);
   const from = tailOf(store, path), part = (a, b) => visibleText(store.text(path.slice(Math.max(from, a), Math.max(from, b))));
   const last = path.length - 1;
   showParts(row, part(0, Math.min(shared, last)), part(shared, last), visibleText(store.nodes[path[last]].text));
 }
 
 function showEnded(row, [, text, score, reason], i, bestText) {
-  row.className = 'ended'; delete row.dataset.place; row.dataset.testid = `ended-${i}`;
+  put(row, 'className', 'ended'); delete row.dataset.place; put(row.dataset, 'testid', `ended-${i}`);
   setText(row.children[0], reason); setText(row.children[1], score.toFixed(2));
-  row.children[1].title = 'score: sum of log-probs ÷ length to the power of the length penalty'; row.wholeText = () => text;
+  put(row.children[1], 'title', 'score: sum of log-probs ÷ length to the power of the length penalty'); row.wholeText = () => text;
   let shared = 0;
   while (i > 0 && shared < text.length && text[shared] === bestText[shared]) shared++;
   const from = Math.max(0, text.length - CHARACTERS_SHOWN);
@@ -109,7 +117,7 @@ function showEvents(pane) {
   while (log.children.length < sorted.length) log.append(eventRow(pane));
   sorted.forEach((event, i) => {
     const row = log.children[i];
-    row.className = event[0]; row.block = { cow: event[2], alloc: event[1], free: event[1] }[event[0]];
+    put(row, 'className', event[0]); row.block = { cow: event[2], alloc: event[1], free: event[1] }[event[0]];
     setText(row.firstChild, event[0].padEnd(6)); setText(row.lastChild, ' ' + describeEvent(store, event));
   });
   setText(pane.output('evsum'), EVENT_ORDER.filter(kind => stat[kind]).map(kind => `${stat[kind]} ${kind}`).join(' · ') || 'written in place');

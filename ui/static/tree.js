@@ -1,10 +1,10 @@
 /* The token tree: what every branch generated, where they part, which were pruned, which ended. */
 
 // TIP_ROOM: a tip's word of up to 11 characters, its branch and its score; the branch is left out where that is too wide.
-const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14, TIP_ROOM = 148, TIP_ROOM_NARROW = 122, NARROW = 440, LABELLED = 30;
+const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14, TIP_ROOM = 148, TIP_ROOM_NARROW = 122, NARROW = 440, LABELLED = 30, GLIDE_MS = 60;
 
 class TreePanel {
-  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree')); this.heights = new Map(); this.placed = []; }
+  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree')); this.heights = new Map(); this.arrangedAt = 0; this.placed = []; }
 
   forgetLook() { this.surface.forgetSize(); this.heights.clear(); }
 
@@ -57,12 +57,14 @@ class TreePanel {
     for (const item of nodes.filter(item => !this.byId.has(item.node.parent)).sort((a, b) => this.byAncestry(a.node, b.node))) place(item);
     const row = Math.min(36, height / Math.max(1, rows)), top = 12 + (height - row * rows) / 2;
     this.row = row;
+    const now = performance.now(), glide = 1 - Math.exp((this.arrangedAt - now) / GLIDE_MS);  // alike in few pictures and in many
     let moving = false;
+    this.arrangedAt = now;
     const before = this.heights; this.heights = new Map();
     for (const item of nodes) {
       const target = top + item.row * row, old = before.get(item.node.id) ?? before.get(item.node.parent) ?? target;
       const near = Math.abs(target - old) < .5 || this.pane.isStill;
-      item.y = near ? target : old + (target - old) * .25; moving ||= !near;
+      item.y = near ? target : old + (target - old) * glide; moving ||= !near;
       item.x = this.view.x(item.node.t);
       this.heights.set(item.node.id, item.y);
     }
@@ -150,11 +152,13 @@ class TreePanel {
     const sorted = nodes.filter(item => item.alive || this.row > 13 && this.alpha(item) > .4 && this.isClear(item, nodes)).sort((a, b) => weight(b) - weight(a) || b.node.t - a.node.t);
     const large = Math.round(2 * Math.min(11.5, Math.max(9, this.row * .75))) / 2;
     context.textBaseline = 'middle'; context.textAlign = 'left';
+    let font = '';
     for (const item of sorted) {
       const isTip = !item.children.length, pixels = item.alive ? large : 9;
       const room = isTip && item.node.t === this.view.to ? 11 : Math.floor((this.view.width - 12) / (pixels * .61));
       const text = shorten(this.label(item.node), Math.max(2, room));
-      context.font = palette.font(pixels, isTip && item.alive ? 700 : 400);
+      const wanted = palette.font(pixels, isTip && item.alive ? 700 : 400);
+      if (font !== wanted) context.font = font = wanted;
       const x = item.x + (isTip ? 8 : 5), y = item.y - (isTip ? 0 : pixels * .72), width = textWidth(context, text, pixels);
       const box = [x, y - pixels * .5, x + width, y + pixels * .5];
       if (taken.some(t => box[0] < t[2] + 2 && t[0] < box[2] + 2 && box[1] < t[3] && t[1] < box[3])) continue;
