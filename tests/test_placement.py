@@ -54,12 +54,12 @@ PLACES = [on_cpu, on_disk, partly_on_disk]
 def test_no_hook_can_bring_an_index_to_another_device(tmp_path: Path) -> None:
     """accelerate's hook on the whole model brings each tensor it is called with to the first device.
 
-    The hidden states that ``logits_to_keep`` picks from lie on the last one: every model split over two GPUs was left to
-    gathered keys and values.
+    What ``logits_to_keep`` picks from lies on the last one: every model split over two GPUs was left to gathered
+    keys and values.
     """
     model = partly_on_disk(family_model("llama"), tmp_path)
     kept: list[Any] = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: kept.append(kwargs.get("logits_to_keep")), with_kwargs=True)
+    model.register_forward_pre_hook(lambda _, __, kwargs: kept.append(kwargs.get("logits_to_keep")), with_kwargs=True)
     with Decoder(model, num_blocks=64) as decoder:
         assert decoder.level == 1
         decoder.generate(PROMPTS, BEAMS)
