@@ -154,6 +154,17 @@ def test_a_page_on_which_nothing_moves_asks_for_no_frames(visitor):
     assert seen[-1] == 0, seen
 
 
+def test_a_model_on_a_gpu_leaves_the_page_more_time_for_pictures(visitor):
+    """Gaps between pictures of 8 ms each, in ms."""
+    visitor.eval("cowbeam.clock.pause()")
+    gaps = visitor.eval("""() => ['cpu', 'cuda'].map(device => {
+      cowbeam.pane.store.start.device = device;
+      for (let i = 0; i < 20; i++) { cowbeam.drawnAt = performance.now() - 8; cowbeam.takeTime(); }
+      return cowbeam.gap; })""")
+    assert gaps[0] > 200
+    assert gaps[1] < 60
+
+
 def test_live_pictures_are_few_and_a_pause_shows_all_of_its_step(visitor):
     """The page draws beside the model; what it left out while steps passed belongs to the step at which one stops."""
     visitor.set_number("max_new_tokens", 120)

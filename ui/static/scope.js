@@ -1,8 +1,9 @@
 /* The component: messages in, panes on one clock, buttons and keys. Entry point: mountScope. */
 
-/* The model may be computing on the cores that draw: one part in PICTURE_SHARE of this thread's time goes into pictures
-   that nobody asked for (of new steps, of marks that fade), but there is one at least every LONGEST_GAP_MS. */
-const PICTURE_SHARE = 32, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 240;
+/* A model on a CPU may be computing on the cores that draw: one part in 32 of this thread's time goes into pictures that
+   nobody asked for then (of new steps, of marks that fade), one in 3 beside a GPU; but there is one at least every
+   LONGEST_GAP_MS. */
+const PICTURE_SHARE = { cpu: 32, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 240;
 
 /* Live, what moves a pixel a step or cannot be read in passing (the curves over the steps, the address of the newest
    token) follows this often. */
@@ -200,8 +201,8 @@ class Scope {
 
   /* The browser has laid out and painted: how long must this thread be left alone? */
   takeTime() {
-    const took = performance.now() - this.drawnAt;
-    this.gap = (this.gap + Math.min(LONGEST_GAP_MS, Math.max(SHORTEST_GAP_MS, PICTURE_SHARE * took))) / 2;
+    const took = performance.now() - this.drawnAt, share = PICTURE_SHARE[this.pane.store.start?.device] ?? PICTURE_SHARE.others;
+    this.gap = (this.gap + Math.min(LONGEST_GAP_MS, Math.max(SHORTEST_GAP_MS, share * took))) / 2;
   }
 
   restyle() {
