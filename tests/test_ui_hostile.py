@@ -81,7 +81,8 @@ def test_numbers_typed_out_of_range_end_in_a_sentence(visitor):
     visitor.page.wait_for_selector("text=“Branches” must be a whole number, got 2.5")
 
 
-def test_programs_get_results_or_one_clear_sentence(demo):
+def test_programs_get_results_or_one_clear_sentence(demo, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # or the client itself asks the hub
     client = Client(demo[0], verbose=False)
     result = client.predict("Say hello.", "beam search", 2, 6, api_name="/generate")
     assert len(result["completions"]) == 2
