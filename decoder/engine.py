@@ -1,7 +1,7 @@
 """The engine: requests in, one turn at a time, results out.
 
-A turn either computes a pass of prompts, each once, or gives every live branch one token; the scheduler says which. Any
-thread may turn the engine; each turn advances all requests, whoever asked for them.
+A turn gives every live branch one token, or computes a pass of prompts, each once, or does both one after the other;
+the scheduler says which. Any thread may turn the engine; each turn advances all requests, whoever asked for them.
 """
 
 import threading
@@ -78,7 +78,7 @@ class Engine:
         self._scheduler = Scheduler(self.pool, self._max_rows)
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
-        self._launched: torch.cuda.Event | None = None  # a pass that the host did not wait for
+        self._launched: torch.cuda.Event | None = None  # the last pass
         self._finished: deque[Run] = deque()  # out of the pool, their results not made yet
 
     def check_fits(self, request: Request) -> None:
@@ -216,14 +216,13 @@ class Engine:
             [part.piece.start for part in parts],
             [part.piece.owner for part in parts],
         )
+        self._launched = mark(logits)
         last = {part.group: row for row, part in enumerate(parts)}
         # Who was preempted knows its next tokens already.
         fresh = [group for group in last if not group.steps and not group.backlog.num_tokens]
         if not fresh:
-            self._launched = mark(logits)
             self._flight = self._launch()
             return
-        self._launched = None  # whoever reads what the pass has written comes after the choice, or after the step
         sources = self._sources(fresh)
         rows = torch.split(to_device([last[group] for group in fresh], torch.long, logits.device), 1)
         flight = Flight(fresh, sources, logits, list(rows), given_to(sources, logits.device))

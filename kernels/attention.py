@@ -1,10 +1,10 @@
 """Paged attention in Triton: shared blocks are read once for all rows that hold them.
 
 A window's tiles of 64 keys (`kernels/plan.py`) meet a query tile that stacks the window's rows times the query heads of
-one kv head. The (window, kv head, tile) space, laid out in that order, is cut into equal pieces, one per program of a
-persistent grid (stream-K, as FlashMLA and LeanAttention cut it). A piece that holds a whole (window, kv head) writes
-its result; other pieces leave a partial result and the merge joins them by the online-softmax recurrence. The kernels
-are in `kernels/attention_kernel.py`.
+one kv head. The programs of a persistent grid share the (window, kv head, tile) space: where windows are alike every
+(window, kv head) is cut into as many parts, else the whole space is cut into equal pieces (stream-K, as FlashMLA and
+LeanAttention cut it). A program that holds a whole (window, kv head) writes its result; others leave a partial result
+and the merge joins them by the online-softmax recurrence. The kernels are in `kernels/attention_kernel.py`.
 
 A *head slot* is a kv head, or a share of its query heads where they are more than the tile's lines (MQA).
 """
@@ -29,8 +29,6 @@ MOST_WINDOWS = 512
 LONG = 16384
 # Elements of partial results that a program of the merge holds in registers at once.
 MERGED_AT_ONCE = 8192
-
-
 # From so many programs on (rows × query heads) the merge fills the GPU with one warp each.
 MANY_PROGRAMS = 256
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only an NVIDIA GPU shows: bash scripts/test_cuda.sh. Exactness over the Triton path, every kernel against float64,
-# compiled layers, experts, and models on several devices where there are two GPUs. About three minutes on 16 cores.
+# compiled layers, experts, and models on several devices where there are two GPUs.
 # PYTHON names an interpreter that has torch, triton, transformers, accelerate, pytest and pytest-xdist (.venv's).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +10,7 @@ python=${PYTHON:-.venv/bin/python}
 if ! "$python" -c "import cowbeam.decoder" 2>/dev/null; then
   mkdir -p .cache/types/cowbeam
   for folder in decoder kernels ui; do ln -sfn "$PWD/$folder" ".cache/types/cowbeam/$folder"; done
-  export PYTHONPATH=$PWD/.cache/types
+  export PYTHONPATH=$PWD/.cache/types${PYTHONPATH:+:$PYTHONPATH}
 fi
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD/tests
 export COWBEAM_TEST_DEVICE=cuda HF_HUB_OFFLINE=1
