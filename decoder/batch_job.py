@@ -106,7 +106,7 @@ class BatchJob:
                 for outcome in decoder.generate_pairs(pairs()):
                     line = in_flight.pop(outcome.index)
                     if outcome.result is not None:
-                        self._results.append(line.number, line.line_id, dataclasses.asdict(outcome.result))
+                        self._results.append(line.number, line.line_id, vars(outcome.result))
                     else:
                         self._results.append(line.number, line.line_id, {"error": sentence_of(outcome.error)})
                     progress.note(failed=outcome.error is not None)

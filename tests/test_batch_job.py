@@ -1,5 +1,6 @@
 """``cowbeam batch``: every line once, whatever happens in between."""
 
+import dataclasses
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from cowbeam.decoder.batch_job import LineDefaults
 from cowbeam.decoder.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, main
 from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 from cowbeam.decoder.results_file import ResultsFile
+from fakes import tiny_decoder
 from test_cli import save_model
 
 COMMAND = [sys.executable, "-m", "cowbeam.decoder.cli", "batch"]
@@ -67,6 +69,14 @@ def test_a_result_has_the_keys_of_json_and_its_line(model_path, tmp_path, capsys
     assert "2 finished, 0 failed, 0 aborted" in captured.out
     assert "2 of 2 prompts" in captured.err
     assert "\x1b" not in captured.out + captured.err
+
+
+def test_a_result_is_written_with_all_that_it_holds(tmp_path):
+    result = tiny_decoder("llama").generate([4, 5, 6], BeamSearchParams(num_beams=2, max_new_tokens=3, logprobs=2))
+    with ResultsFile(tmp_path / "r.jsonl") as file:
+        file.append(1, "a", vars(result))
+    want = json.dumps({"line": 1, "id": "a", **dataclasses.asdict(result)})
+    assert (tmp_path / "r.jsonl").read_text() == want + "\n"
 
 
 @pytest.mark.parametrize(("options", "share"), [([], "59%"), (["--no-prefix-reuse"], "0%")])
