@@ -8,7 +8,6 @@ import os
 import socket
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import islice
 from typing import Any, Self
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -16,14 +15,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from cowbeam.decoder.counters import Counters, total
 from cowbeam.decoder.decoder import Prompt
 from cowbeam.decoder.default_model import resolve_default_model
+from cowbeam.decoder.hand_out import BUNDLES_AT_ONCE, Bundle, HandOut, Numbered
 from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import Params
-from cowbeam.decoder.ray_worker import Decoded, Numbered, RayWorker
+from cowbeam.decoder.ray_worker import Decoded, RayWorker
+from cowbeam.decoder.scheduler import MAX_ROWS
 
-# Lines that are handed out, and done again after a kill, together.
-BUNDLE = 8
-# Of one worker: together as many lines as wait for a place in a decoder on its own (`many_prompts.MAX_WAITING`).
-BUNDLES_AT_ONCE = 32
 # A bundle whose workers ended so many times ends the job: its lines are likely to be why.
 MAX_RETRIES = 3
 
@@ -43,11 +40,11 @@ class RayDecoders:
     def __init__(self, address: str, num_workers: int | None, name: str | None, knobs: dict[str, Any]) -> None:
         try:
             import ray
-            from ray.util import ActorPool
         except ImportError:
             raise ValueError("--ray needs the library Ray: pip install 'cowbeam[ray]'") from None
         self._ray = ray
         self._name = os.path.abspath(name) if name is not None and os.path.isdir(name) else name
+        self._max_rows: int = knobs.get("max_rows", MAX_ROWS)
         self._counters: dict[str, Counters] = {}  # by process: the last that each told of
         try:
             _knock_at(address)
@@ -55,11 +52,10 @@ class RayDecoders:
         except OSError as error:
             raise ValueError(f"--ray: no cluster at {address!r}: {error}") from error
         try:
-            workers = self._start(num_workers, knobs)
+            self._workers = self._start(num_workers, knobs)
         except BaseException:
             ray.shutdown()
             raise
-        self._pool = ActorPool(workers * BUNDLES_AT_ONCE)
 
     def _start(self, num_workers: int | None, knobs: dict[str, Any]) -> list[Any]:
         ray = self._ray
@@ -86,16 +82,20 @@ class RayDecoders:
     def generate_pairs(self, pairs: Iterable[tuple[Prompt, Params]]) -> Iterator[Outcome]:
         """`Decoder.generate_pairs`; pairs are taken as workers have room for them."""
         lines = (Numbered(index, *pair) for index, pair in enumerate(pairs))
+        hand_out = HandOut(lines, len(self._workers), self._max_rows)
+        in_flight: dict[Any, Bundle] = {}  # by what Ray promises for it
         while True:
-            while self._pool.has_free() and (bundle := list(islice(lines, BUNDLE))):
-                self._pool.submit(lambda worker, sent: worker.decode.remote(sent), bundle)
-            if not self._pool.has_next():
+            while (bundle := hand_out.next_bundle()) is not None:
+                in_flight[self._workers[bundle.worker].decode.remote(bundle.lines)] = bundle
+            if not in_flight:
                 return
-            yield from self._next().outcomes
+            (done,), _ = self._ray.wait(list(in_flight))
+            hand_out.take_back(in_flight.pop(done))
+            yield from self._received(done).outcomes
 
-    def _next(self) -> Decoded:
+    def _received(self, done: Any) -> Decoded:
         try:
-            decoded: Decoded = self._pool.get_next_unordered()
+            decoded: Decoded = self._ray.get(done)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self._ray.exceptions.RayActorError as error:
@@ -113,7 +113,8 @@ class RayDecoders:
         self._ray.shutdown()
 
 
-_LOCAL = {"include_dashboard": False}
+# Only bundles pass through the object store. By default it may be larger than what shared memory holds.
+_LOCAL = {"include_dashboard": False, "object_store_memory": 2**29}
 
 
 def _knock_at(address: str) -> None:

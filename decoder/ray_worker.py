@@ -16,17 +16,10 @@ from cowbeam.decoder.batch_job import sentence_of
 from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.decoder import Decoder, Prompt
 from cowbeam.decoder.garbage import old_objects_left_alone
+from cowbeam.decoder.hand_out import Numbered
 from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import Params
-
-
-class Numbered(NamedTuple):
-    """A line under the number that its outcome has as its index."""
-
-    number: int
-    prompt: Prompt
-    params: Params
 
 
 class Decoded(NamedTuple):

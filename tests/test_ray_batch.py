@@ -11,8 +11,9 @@ import pytest
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.cli import EXIT_BAD_INPUT, EXIT_FAILED, main
 from cowbeam.decoder.counters import total
+from cowbeam.decoder.hand_out import Numbered
 from cowbeam.decoder.ray_batch import _place
-from cowbeam.decoder.ray_worker import Numbered, RayWorker
+from cowbeam.decoder.ray_worker import RayWorker
 from fakes import assert_unused, tiny_model, token_ids
 from test_batch_job import long_lines, model_path, results, run, some_lines, write  # noqa: F401  # a fixture
 from test_many_prompts import failing_on
@@ -82,7 +83,7 @@ def test_two_workers_and_a_kill_make_the_lines_of_one_process(model_path, tmp_pa
 
 @pytest.mark.long
 def test_five_hundred_prompts(model_path, tmp_path):  # noqa: F811
-    prompts = write(tmp_path / "p.jsonl", some_lines(500))
+    prompts = write(tmp_path / "p.jsonl", [*some_lines(440), *long_lines(140)[80:]])
     whole, out, killed = (tmp_path / name for name in ("whole.jsonl", "r.jsonl", "killed.jsonl"))
     assert run(model_path, prompts, whole) == run(model_path, prompts, out, *TWO) == EXIT_FAILED  # empty prompts
     assert len(results(whole)) == 500
