@@ -71,7 +71,8 @@ class PrefillStep:
                     call.query, call.key, call.value, self.lengths, scale=call.scale, sliding_window=window
                 )
             return self._attend_by_piece(call)
-        rows = _rows_per_window(call, self.path, max(self.lengths))
+        context = self.block_tables.shape[1] * self.cache.block_size
+        rows = _rows_per_window(call, self.path, max(self.lengths), context)
         return _paged_attention(self.path, call, self.cache, self._plan(call.sliding_window, rows))
 
     def _attend_by_piece(self, call: "AttentionCall") -> Tensor:
@@ -136,7 +137,8 @@ class DecodeStep:
 
     def attend(self, call: "AttentionCall") -> Tensor:
         """Every row over its blocks, each shared block read once."""
-        rows = _rows_per_window(call, self.path, self.inputs.widest_group)
+        context = self.inputs.block_tables.shape[1] * self.cache.block_size
+        rows = _rows_per_window(call, self.path, self.inputs.widest_group, context)
         key = (call.sliding_window, rows)
         if key not in self.plans:
             self.plans[key] = build_plan(
@@ -288,10 +290,13 @@ def _layer_shape(call: AttentionCall) -> LayerShape:
     return LayerShape(kv_heads, key_dim, call.value.shape[-1], call.key.dtype, call.key.device, call.sliding_window)
 
 
-def _rows_per_window(call: AttentionCall, path: AttentionPath, widest_group: int) -> int:
+def _rows_per_window(call: AttentionCall, path: AttentionPath, widest_group: int, context: int) -> int:
     if path == "torch":
         return TORCH_ROWS_PER_WINDOW
-    return rows_per_window(call.query.shape[1], call.key.shape[1], widest_group)
+    from cowbeam.kernels.attention import most_lines  # here: the torch path works where triton is missing
+
+    lines = most_lines(call.query, call.value.shape[2], call.softcap, context)
+    return rows_per_window(call.query.shape[1], call.key.shape[1], widest_group, lines)
 
 
 def _paged_attention(path: AttentionPath, call: AttentionCall, cache: KVCache, plan: Plan) -> Tensor:

@@ -59,9 +59,23 @@ def _load_keys(pointer, offset, dims, seen, DIM: tl.constexpr, PAD: tl.constexpr
 
 
 @triton.jit
+def _parts(tiles, most_parts, MIN_TILES: tl.constexpr, MASKED_COST: tl.constexpr):
+    """Into how many parts to cut a segment; none is empty, for the merge reads a result of each."""
+    return tl.maximum(1, tl.minimum(most_parts, tl.minimum(tl.cdiv(tiles, MIN_TILES), 2 * tiles // MASKED_COST)))
+
+
+@triton.jit
+def _cut(tiles, trunk_tiles, part, parts, MASKED_COST: tl.constexpr):
+    """The tile where a part begins, where a tile of the trunk costs 2 and one with a mask MASKED_COST."""
+    at = (2 * trunk_tiles + MASKED_COST * (tiles - trunk_tiles)) * part // parts
+    return tl.where(at < 2 * trunk_tiles, at // 2, trunk_tiles + (at - 2 * trunk_tiles) // MASKED_COST)
+
+
+@triton.jit
 def _even_parts(
-    TILE_STARTS, num_windows, programs, piece, SLOTS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOWS_PAD: tl.constexpr
-):
+    TILE_STARTS, num_windows, programs, piece,
+    SLOTS: tl.constexpr, MIN_TILES: tl.constexpr, MASKED_COST: tl.constexpr, WINDOWS_PAD: tl.constexpr,
+):  # fmt: skip
     """Into how many parts to cut every segment, or 0: then the units are cut into pieces, across segments.
 
     Even parts keep a program on one segment, where two short ones take twice as long. And programs of windows over the
@@ -73,9 +87,10 @@ def _even_parts(
     tiles = tl.load(TILE_STARTS + window + 1, mask=window < num_windows, other=0) - starts
     used = tl.max(tl.where(tiles > 0, window + 1, 1), 0)
     longest = tl.max(tiles, 0)
-    parts = tl.minimum(programs // (used * SLOTS), tl.cdiv(longest, MIN_TILES))
-    is_balanced = tl.cdiv(longest, tl.maximum(parts, 1)) <= piece + piece // 16
-    return tl.where(is_balanced, parts, 0)
+    most_parts = programs // (used * SLOTS)
+    parts = _parts(longest, most_parts, MIN_TILES, MASKED_COST)
+    is_balanced = tl.cdiv(longest, parts) <= piece + piece // 16
+    return tl.where((most_parts > 0) & is_balanced, parts, 0)
 
 
 @triton.jit(do_not_specialize=["num_windows", "rows", "programs"])
@@ -83,7 +98,7 @@ def schedule_kernel(
     SCHEDULE, SEGMENTS, LENGTHS, ROW_WINDOW, TILE_STARTS, TILE_WINDOW, WINDOW_ROW, WINDOW_ROWS, TRUNK_TILES,
     num_windows, rows, programs,
     SLOTS: tl.constexpr, SLOTS_PAD: tl.constexpr, MIN_TILES: tl.constexpr, CHUNK: tl.constexpr,
-    WINDOWS_PAD: tl.constexpr,
+    WINDOWS_PAD: tl.constexpr, MASKED_COST: tl.constexpr,
 ):  # fmt: skip
     """What programs of the two kernels below need first, made once a step for all layers.
 
@@ -96,7 +111,7 @@ def schedule_kernel(
     piece = tl.maximum(MIN_TILES, tl.cdiv(units, programs))
     most_parts = 0 * units
     if WINDOWS_PAD > 0:
-        most_parts = _even_parts(TILE_STARTS, num_windows, programs, piece, SLOTS, MIN_TILES, WINDOWS_PAD)
+        most_parts = _even_parts(TILE_STARTS, num_windows, programs, piece, SLOTS, MIN_TILES, MASKED_COST, WINDOWS_PAD)
     is_even = most_parts > 0
     most_parts = tl.maximum(most_parts, 1)
     if tl.program_id(0) < rows:
@@ -106,7 +121,7 @@ def schedule_kernel(
         first_tile = tl.load(TILE_STARTS + window)
         tiles = tl.load(TILE_STARTS + window + 1) - first_tile
         first_unit = first_tile * SLOTS + slot * tiles
-        parts = tl.maximum(1, tl.minimum(most_parts, tl.cdiv(tiles, MIN_TILES)))
+        parts = _parts(tiles, most_parts, MIN_TILES, MASKED_COST)
         first_program = tl.where(is_even, (window * SLOTS + slot) * most_parts, first_unit // piece)
         last_program = tl.where(is_even, first_program + parts - 1, (first_unit + tiles - 1) // piece)
         segment = SEGMENTS + (row * SLOTS + slot) * 4
@@ -122,12 +137,15 @@ def schedule_kernel(
         known = exists & (its_window < num_windows)
         start = tl.load(TILE_STARTS + its_window, mask=known, other=0)
         count = tl.load(TILE_STARTS + its_window + 1, mask=known, other=0) - start
-        its_parts = tl.maximum(1, tl.minimum(most_parts, tl.cdiv(count, MIN_TILES)))
+        its_parts = _parts(count, most_parts, MIN_TILES, MASKED_COST)
         part = tl.minimum(program % most_parts, its_parts)
         next_part = tl.minimum(program % most_parts + 1, its_parts)
+        its_trunk = tl.load(TRUNK_TILES + its_window, mask=known, other=0)
         its_first_unit = start * SLOTS + its_slot * count
-        unit = tl.where(is_even, its_first_unit + count * part // its_parts, program * piece)
-        end = tl.where(is_even, its_first_unit + count * next_part // its_parts, tl.minimum(unit + piece, units))
+        first = its_first_unit + _cut(count, its_trunk, part, its_parts, MASKED_COST)
+        last = its_first_unit + _cut(count, its_trunk, next_part, its_parts, MASKED_COST)
+        unit = tl.where(is_even, first, program * piece)
+        end = tl.where(is_even, last, tl.minimum(unit + piece, units))
         works = exists & (unit < end)
         windows = tl.load(TILE_WINDOW + unit // SLOTS, mask=works, other=0)
         first_tiles = tl.load(TILE_STARTS + windows, mask=works, other=0)

@@ -166,14 +166,14 @@ def _build_plan_triton(
     )
 
 
-def rows_per_window(num_heads: int, num_kv_heads: int, max_group_rows: int) -> int:
+def rows_per_window(num_heads: int, num_kv_heads: int, max_group_rows: int, most_lines: int = 64) -> int:
     """Rows that fill one tile of the kernel variant which will run.
 
-    A row brings `num_heads // num_kv_heads` query heads to each kv head's tile. Where all rows of the largest group fit
-    16 lines the narrow variant runs, else the group variant with 64 (`kernels/attention.py` has the variants).
+    A row brings `num_heads // num_kv_heads` query heads to each kv head's tile. It has 16 or 64 lines where all rows of
+    the largest group fit so many, else `most_lines` (`kernels/attention.py` has the variants).
     """
     heads_per_kv_head = num_heads // num_kv_heads
-    lines = 16 if max_group_rows * heads_per_kv_head <= 16 else 64
+    lines = next((lines for lines in (16, 64) if max_group_rows * heads_per_kv_head <= lines), most_lines)
     return max(1, lines // heads_per_kv_head)
 
 

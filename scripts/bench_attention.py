@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from cowbeam.kernels.attention import paged_attention
+from cowbeam.kernels.attention import most_lines, paged_attention
 from cowbeam.kernels.plan import build_plan, rows_per_window
 
 HEADS, KV_HEADS, DIM, OWN, BLOCK_SIZE = 32, 8, 128, 64, 16
@@ -116,7 +116,8 @@ class Setup:
 
 
 def cowbeam(setup: Setup) -> Attend:
-    rows = rows_per_window(HEADS, KV_HEADS, setup.case.branches)
+    lines = most_lines(setup.query, DIM, None, setup.tables.shape[1] * BLOCK_SIZE)
+    rows = rows_per_window(HEADS, KV_HEADS, setup.case.branches, lines)
     plan = build_plan(setup.tables, setup.lengths, setup.starts, block_size=BLOCK_SIZE, rows_per_window=rows)
     return lambda layer: paged_attention(
         setup.query, setup.pools[layer][:, 0], setup.pools[layer][:, 1], plan, scale=SCALE

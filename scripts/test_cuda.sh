@@ -32,7 +32,9 @@ pytest=("$python" -m pytest -q -p no:cacheprovider)
 exact=(tests/test_{exact_beams,exact_samples,paged_logits,flight,chunks,prefix_cache,mixes,abuse,drop_in,decoder,choice_graph}.py)
 last=$((gpus - 1))
 run exactness 0 "${pytest[@]}" -n 10 -m "not long" "${exact[@]}"
-run kernels "$last" "$python" tests/cuda_kernels_check.py --no-bench --seed "$RANDOM"
+for part in 0/3 1/3 2/3; do
+  run "kernels-${part%/3}" "$last" "$python" tests/cuda_kernels_check.py --seed "$RANDOM" --shard "$part"
+done
 run compiled "$last" "${pytest[@]}" -n 3 -m long tests/test_compiled_layers.py
 run experts "$last" "${pytest[@]}" -n 2 -m cuda tests/test_experts.py
 if [ "$gpus" -gt 1 ]; then run devices 0,1 "$python" tests/cuda_devices_check.py; fi

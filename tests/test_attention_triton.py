@@ -29,6 +29,7 @@ else:
     from cowbeam.kernels import (
         advance_triton,
         attention,
+        attention_kernel,
         cache_ops,
         cache_ops_triton,
         draw_tokens_triton,
@@ -93,6 +94,25 @@ else:
         """One window or two over the same blocks: fewer programs than heads, as many, more than there are tiles."""
         rows = Rows(16, 64, length).samples(length, [3, 0, 2]).padding(2)
         check_triton(rows, kv_heads=kv_heads, group=1, window_rows=window_rows)
+
+    @triton.jit
+    def cut_kernel(tiles, trunk_tiles, most_parts, bounds, min_tiles: tl.constexpr, masked_cost: tl.constexpr):
+        parts = attention_kernel._parts(tiles, most_parts, min_tiles, masked_cost)
+        at = tl.minimum(tl.arange(0, 16), parts)
+        cut = attention_kernel._cut(tiles, trunk_tiles, at, parts, masked_cost)
+        tl.store(bounds + tl.arange(0, 16), cut)
+
+    @pytest.mark.parametrize(("min_tiles", "masked_cost"), [(1, 2), (1, 3), (2, 3), (2, 4)])
+    @pytest.mark.parametrize(("tiles", "trunk_tiles"), [(1, 0), (2, 1), (5, 0), (5, 5), (20, 10), (160, 128)])
+    def test_no_part_of_a_segment_is_empty(tiles, trunk_tiles, min_tiles, masked_cost):
+        """The merge would read what no program wrote: half the tiles, at the cost of a mask, fell behind one bound."""
+        bounds = torch.empty(16, dtype=torch.int32)
+        cut_kernel[(1,)](tiles, trunk_tiles, 15, bounds, min_tiles=min_tiles, masked_cost=masked_cost)
+        used = bounds[: bounds.tolist().index(tiles) + 1]
+        assert used[0] == 0
+        assert (used.diff() > 0).all()
+        cost = 2 * used.clamp(max=trunk_tiles) + masked_cost * (used - trunk_tiles).clamp(min=0)
+        assert cost.diff().max() - cost.diff().min() <= 2 * masked_cost
 
     @pytest.mark.parametrize("most_windows", [0, 512])
     def test_windows_of_very_different_lengths(most_windows, programs, monkeypatch):
