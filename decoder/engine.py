@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
 from cowbeam.decoder.blocks import BlockPool
@@ -127,7 +128,8 @@ class Engine:
                 if self._flight is not None or not self._scheduler.is_pass_due:
                     self._decode()
                 else:
-                    self._prefill(self._next_pass())
+                    parts = self._next_pass()
+                    self._begin(parts, self._compute(parts))
                 self._deliver()
         except BaseException as error:
             # The turn may have stopped anywhere: no state of it is worth keeping.
@@ -205,10 +207,10 @@ class Engine:
         self._follow_owner()
         return self._scheduler.next_pass()
 
-    def _prefill(self, parts: Sequence[Part]) -> None:
-        """Compute a pass; whose prompt is complete by it makes its first choice, while the others' next step runs."""
-        if not parts:  # all that was to compute was found
-            return
+    def _compute(self, parts: Sequence[Part]) -> Tensor | None:
+        """Launch a pass: the logits [parts, vocabulary] after each part; None if all that was to compute was found."""
+        if not parts:
+            return None
         logits = self._adapter.compute(
             self._cache,
             [part.piece.token_ids for part in parts],
@@ -217,6 +219,12 @@ class Engine:
             [part.piece.owner for part in parts],
         )
         self._launched = mark(logits)
+        return logits
+
+    def _begin(self, parts: Sequence[Part], logits: Tensor | None) -> None:
+        """Whose prompt is complete by a pass makes its first choice, while the others' next step runs."""
+        if logits is None:
+            return
         last = {part.group: row for row, part in enumerate(parts)}
         # Who was preempted knows its next tokens already.
         fresh = [group for group in last if not group.steps and not group.backlog.num_tokens]
@@ -252,12 +260,14 @@ class Engine:
         if flight is None:
             return
         parts: list[Part] = []
+        logits: Tensor | None = None
         if self._may_look_ahead(flight):
             landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
         else:
             landing, ahead = self._lookahead.land(flight), None
-            if self._scheduler.is_pass_due:  # composed now, the device need not wait for it afterwards
+            if self._scheduler.is_pass_due:  # the device goes on with it, whatever the host chooses meanwhile
                 parts = self._next_pass()
+                logits = self._compute(parts)
         num_branches = [len(group.branches) for group in flight.groups]
         chosen = self._choose(flight, landing)
         if ahead is not None and [len(continuations) for continuations in chosen] == num_branches:
@@ -266,8 +276,8 @@ class Engine:
         else:
             self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
             self._follow(flight, chosen)
-            if parts:
-                self._prefill(parts)
+            if logits is not None:
+                self._begin(parts, logits)
             elif self._finished and not self._scheduler.has_pass:
                 self._flight = self._launch()  # the device computes while the results are made
 

@@ -89,7 +89,7 @@ def test_results_are_made_while_the_device_computes_the_next_step(monkeypatch):
 
 
 def test_the_others_go_on_while_a_first_choice_is_awaited(monkeypatch):
-    """An H200 waited 7 ms at each pass over prompts: for its composition, and for the host to choose first tokens."""
+    """An H200 waited 7 ms at each pass over prompts: for its composition, and for what the host chooses around it."""
     decoder = make_decoder()
     happened = []
 
@@ -106,8 +106,8 @@ def test_the_others_go_on_while_a_first_choice_is_awaited(monkeypatch):
     decoder.add_request(PROMPT[:2], BEAMS)
     happened.clear()
     decoder.step()
-    # Composed before the step in flight is awaited; launched before the first choice is.
-    assert happened == ["launch", "next_pass", "candidates", "compute", "launch", "candidates"]
+    # The pass is launched before the step in flight is awaited, the next step before the first choice is.
+    assert happened == ["launch", "next_pass", "compute", "candidates", "launch", "candidates"]
     while not old.is_over:
         decoder.step()
     assert token_ids(old.result) == token_ids(decoder.generate(PROMPT, BEAMS))

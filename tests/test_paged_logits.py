@@ -42,7 +42,7 @@ class Watch:
         self.engine: Engine = engine
         engine._looks_ahead = False  # the host's branches must be those of the step that is looked at
         self.steps = self.rows = self.copies = self.shared_blocks = self.pieces = 0
-        self._decode, self._prefill = engine._graphs.decode, engine._prefill
+        self._decode, self._launch_pass = engine._graphs.decode, engine._compute
         self._compute = engine._adapter.compute
         self.written: dict[Block, int] = {}  # slots from the first on; a block that is given away and taken anew is new
 
@@ -50,7 +50,7 @@ class Watch:
         self._patches = [
             mock.patch.object(self.engine._graphs, "decode", self.decode),
             mock.patch.object(self.engine._adapter, "compute", self.compute),
-            mock.patch.object(self.engine, "_prefill", self.prefill),
+            mock.patch.object(self.engine, "_compute", self.launch_pass),
         ]
         for patch in self._patches:
             patch.start()
@@ -60,9 +60,9 @@ class Watch:
         for patch in self._patches:
             patch.stop()
 
-    def prefill(self, parts: Sequence[Part]) -> None:
+    def launch_pass(self, parts: Sequence[Part]) -> Tensor | None:
         self.parts = parts
-        self._prefill(parts)
+        return self._launch_pass(parts)
 
     def compute(self, cache: KVCache, *pass_: Any) -> Tensor:
         """What the pass computes is still to be written, also the past that another piece of it computes."""
