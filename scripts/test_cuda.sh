@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only an NVIDIA GPU shows: bash scripts/test_cuda.sh. Exactness over the Triton path, every kernel against float64,
-# compiled layers, experts, and models on several devices where there are two GPUs.
+# compiled layers, experts, whole searches in 16 bits, and models on several devices where there are two GPUs.
 # PYTHON names an interpreter that has torch, triton, transformers, accelerate, pytest and pytest-xdist (.venv's).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,6 +37,7 @@ for part in 0/3 1/3 2/3; do
 done
 run compiled "$last" "${pytest[@]}" -n 3 -m long tests/test_compiled_layers.py
 run experts "$last" "${pytest[@]}" -n 2 -m cuda tests/test_experts.py
+run half "$last" "${pytest[@]}" -n 2 -m cuda tests/test_half_precision.py
 if [ "$gpus" -gt 1 ]; then run devices 0,1 "$python" tests/cuda_devices_check.py; fi
 
 failed=0
