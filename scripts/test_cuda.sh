@@ -37,7 +37,7 @@ for part in 0/3 1/3 2/3; do
 done
 run compiled "$last" "${pytest[@]}" -n 3 -m long tests/test_compiled_layers.py
 run experts "$last" "${pytest[@]}" -n 2 -m cuda tests/test_experts.py
-run half "$last" "${pytest[@]}" -n 2 -m cuda tests/test_half_precision.py
+run half "$last" "${pytest[@]}" -n 2 -m cuda tests/test_half_precision.py tests/test_flat_memory.py
 if [ "$gpus" -gt 1 ]; then run devices 0,1 "$python" tests/cuda_devices_check.py; fi
 
 failed=0
