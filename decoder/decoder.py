@@ -45,7 +45,7 @@ class Decoder:
     Args:
         model: any transformers causal LM, loaded and in eval mode; or one with adapters of PEFT in its layers (LoRA).
         tokenizer: needed for prompts and completions as text.
-        block_size: slots a block, a power of two (the Triton path takes 8 and more).
+        block_size: slots a block, a power of two (the Triton path takes 8 to 32768).
         num_blocks: size of the pool; None derives it from memory.
         memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
         kv_memory: on a CPU, bytes of the pool (2 GiB).

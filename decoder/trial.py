@@ -14,6 +14,7 @@ from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.model_levels import UnpageableError
 from cowbeam.decoder.placement import entry_device, on_device
 from cowbeam.decoder.self_check import check_paged_logits
+from cowbeam.kernels.plan import MAX_TRITON_BLOCK
 
 logger = logging.getLogger("cowbeam")
 
@@ -37,13 +38,14 @@ def attention_path(attention: str, model: PreTrainedModel, block_size: int) -> A
     """
     device = entry_device(model)
     on_cuda = device.type == "cuda"
-    triton_can = on_cuda and block_size >= 8 and model.dtype != torch.float64
+    fits = 8 <= block_size <= MAX_TRITON_BLOCK
+    triton_can = on_cuda and fits and model.dtype != torch.float64
     if attention == "torch" or (attention == "auto" and not triton_can):
         return "torch"
     if attention not in ("auto", "triton"):
         raise ValueError(f'attention must be "auto", "triton" or "torch", got {shown(attention)}')
-    if block_size < 8:
-        raise ValueError(f'attention="triton" needs a block_size of 8 or more, got {block_size}')
+    if not fits:
+        raise ValueError(f'attention="triton" needs a block_size of 8 to {MAX_TRITON_BLOCK}, got {block_size}')
     if not on_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f'attention="triton" needs a CUDA device; the model is on {device}')
     return "triton"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cowbeam.kernels.attention_hopper import hopper_attention_kernel
 from cowbeam.kernels.attention_kernel import attention_kernel, merge_kernel, schedule_kernel
-from cowbeam.kernels.plan import Plan, rows_per_window
+from cowbeam.kernels.plan import MAX_TRITON_BLOCK, Plan, rows_per_window
 
 __all__ = ["most_lines", "paged_attention", "rows_per_window"]
 
@@ -223,6 +223,8 @@ def _check(query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: Plan) ->
     assert query.stride(2) == 1, "a query head must be contiguous"
     for cache in (key_cache, value_cache):
         assert cache.stride()[2:] == (cache.shape[3], 1), f"a block's keys must be contiguous, not {cache.stride()}"
+    if plan.block_size > MAX_TRITON_BLOCK:
+        raise ValueError(f"block_size {plan.block_size} is too large for the kernel: it takes up to {MAX_TRITON_BLOCK}")
     if plan.columns > 65536:
         raise ValueError(f"block_size {plan.block_size} is too small for this context: {plan.columns} columns > 65536")
 

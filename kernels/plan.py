@@ -19,6 +19,8 @@ from torch import Tensor
 TILE_KEYS = 64
 # The Triton plan scans all rows in one program.
 MAX_TRITON_ROWS = 4096
+# Where an entry begins in its block has 15 bits in `Plan.spans`, and a sign.
+MAX_TRITON_BLOCK = 32768
 
 
 @dataclass(frozen=True, eq=False)

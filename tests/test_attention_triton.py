@@ -71,6 +71,12 @@ else:
     def test_every_block_size(block_size):
         check_triton(forest(block_size))
 
+    def test_the_largest_block_and_one_that_is_larger():
+        """Where its upper half begins became a negative number: keys were read from before the block."""
+        check_triton(Rows(32768, 2, 0).beams(32760, 1, 0), sliding_window=100)
+        with pytest.raises(ValueError, match="block_size 65536 is too large for the kernel: it takes up to 32768"):
+            check_triton(Rows(65536, 2, 0).beams(32768 + 70, 1, 0), sliding_window=100)
+
     @pytest.mark.parametrize("group", [1, 3, 7, 8])
     def test_every_group_of_query_heads(group):
         check_triton(forest(), group=group)

@@ -144,7 +144,11 @@ def test_the_largest_request_that_fits_runs() -> None:
         ({"max_rows": 64.0}, "max_rows must be a positive integer, got 64.0"),
         ({"max_rows": None}, "max_rows must be a positive integer, got None"),
         ({"attention": "flash"}, 'attention must be "auto", "triton" or "torch", got \'flash\''),
-        ({"attention": "triton", "block_size": 4}, 'attention="triton" needs a block_size of 8 or more, got 4'),
+        ({"attention": "triton", "block_size": 4}, 'attention="triton" needs a block_size of 8 to 32768, got 4'),
+        (
+            {"attention": "triton", "block_size": 65536},
+            'attention="triton" needs a block_size of 8 to 32768, got 65536',
+        ),
     ],
 )
 def test_knobs(knobs: dict[str, Any], message: str) -> None:
