@@ -102,7 +102,8 @@ class Engine:
         """One turn, for all requests in flight; none if ``run`` is over already, or nothing is in flight.
 
         Returns the runs that ended in this turn, whoever added them. Raises what the model raises, with nothing left
-        half done: every run in flight has ended with an error then.
+        half done: every run in flight has ended with an error then. Raises RuntimeError inside a turn, in a user's
+        function that it calls.
         """
         if self._callers:
             # A lock is not fair: on a busy machine, who turns the engine in a loop takes it again before a waiting
@@ -110,6 +111,8 @@ class Engine:
             time.sleep(_COURTESY)
         try:
             with self._lock:
+                if self._in_turn:  # the lock is this thread's already
+                    raise RuntimeError("a request's function cannot decode with the decoder that calls it")
                 if not self._runs or (run is not None and run.is_over):
                     return []
                 self._ended = []

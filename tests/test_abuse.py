@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
-from fakes import FAMILIES, VOCABULARY, make_model, token_ids
+from cowbeam.decoder import BeamSearchParams, BranchScorer, Decoder, SamplingParams
+from fakes import FAMILIES, VOCABULARY, assert_unused, make_model, token_ids
 from oracles import transformers_generate
 from test_exact_beams import differences
 
@@ -204,6 +204,38 @@ def test_a_stream_collected_in_another_decoders_turn_does_not_lock():
     for decoder in (one, two):
         decoder.check_integrity()
         assert decoder.num_free_blocks == decoder.num_blocks
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("kind", ["scorer", "processor"])
+def test_a_function_that_decodes_in_the_middle_of_a_turn_fails_its_own_request(kind, looks_ahead):
+    """It turned the engine in the middle of its turn, which failed all that were in flight by an error of the model's.
+
+    To queue a request, and to look at the counters, is another matter.
+    """
+    decoder = make_decoder()
+    decoder._engine._looks_ahead = looks_ahead
+    decoder.tokenizer = Spelling()
+    queued = []
+
+    def judge(*_):
+        queued.append(decoder.add_request(PROMPT, BEAMS))
+        assert decoder.counters().waiting
+        decoder.generate(PROMPT, BEAMS)
+
+    functions = {
+        "scorer": SamplingParams(
+            num_return_sequences=2, branch_scorer=BranchScorer(score=judge, every=2), max_new_tokens=6, seed=1
+        ),
+        "processor": BeamSearchParams(num_beams=2, max_new_tokens=6, logits_processors=[judge]),
+    }
+    runs = [decoder.add_request(PROMPT[:3], functions[kind]), decoder.add_request(PROMPT, BEAMS)]
+    while not all(run.is_over for run in (*runs, *queued)):
+        decoder.step()
+    assert "cannot decode with the decoder that calls it" in str(runs[0].error)
+    alone = token_ids(decoder.generate(PROMPT, BEAMS))
+    assert [token_ids(run.result) for run in (runs[1], *queued)] == [alone, alone]
+    assert_unused(decoder)
 
 
 def test_a_step_in_flight_that_nobody_waits_for_is_forgotten():
