@@ -58,23 +58,29 @@ def _write_kernel(
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, KV_HEADS_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIM_PAD: tl.constexpr,
 ):  # fmt: skip
+    """Where a value is not finite, its key becomes NaN and the value 0.
+
+    A tile of `attention_kernel` holds keys of several requests, and what a mask hides counts 0 times: 0 times NaN would
+    reach the others. A NaN score is hidden from them, and those who see it get NaN, as they would have.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(SLOTS + token).to(tl.int64)
     block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head = tl.arange(0, KV_HEADS_PAD)[:, None]
     dim = tl.arange(0, DIM_PAD)[None, :]
+    live = (head < KV_HEADS) & (dim < VALUE_DIM)
+    value = tl.load(VALUE + token * value_token + head * value_head + dim, mask=live, other=0.0)
+    is_finite = tl.min((tl.abs(value.to(tl.float32)) < float("inf")).to(tl.int32), 1, keep_dims=True) == 1
+    tl.store(
+        VALUE_CACHE + block_id * value_block + offset * value_offset + head.to(tl.int64) * value_cache_head + dim,
+        tl.where(is_finite, value, 0.0),
+        mask=live,
+    )
     live = (head < KV_HEADS) & (dim < HEAD_DIM)
     key = tl.load(KEY + token * key_token + head * key_head + dim, mask=live)
     tl.store(
         KEY_CACHE + block_id * key_block + offset * key_offset + head.to(tl.int64) * key_cache_head + dim,
-        key,
-        mask=live,
-    )
-    live = (head < KV_HEADS) & (dim < VALUE_DIM)
-    value = tl.load(VALUE + token * value_token + head * value_head + dim, mask=live)
-    tl.store(
-        VALUE_CACHE + block_id * value_block + offset * value_offset + head.to(tl.int64) * value_cache_head + dim,
-        value,
+        tl.where(is_finite, key, float("nan")),
         mask=live,
     )
 

@@ -228,6 +228,28 @@ else:
         assert torch.equal(key_cache[1, :, 1], key[0])
         assert torch.equal(value_cache[3, :, 7], value[1])
 
+    @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+    def test_a_value_that_is_no_number_stays_with_its_request(fault, dtype):
+        """Requests of one branch share a window: 0 times one's NaN was in the others' sums, and they failed with it."""
+        rows = Rows(16, 64, 3)
+        for length in (21, 40, 33):
+            rows.beams(length, 1, 0)
+        tables, lengths, starts = rows.tensors()
+        key_cache, value_cache = rows.pool(2, 16, dtype)
+        plan = build_plan(tables, lengths, starts, block_size=16, rows_per_window=8)
+        assert int((plan.window_rows > 0).sum()) == 1
+        query = torch.randn(3, 4, 16).to(dtype)
+        good = attention.paged_attention(query, key_cache, value_cache, plan, scale=0.3)
+        last = tables[1, 39 // 16] * 16 + 39 % 16
+        key, value = torch.randn(2, 1, 2, 16).to(dtype)
+        value[0, 1, 5] = fault
+        cache_ops_triton.write_kv_triton(key, value, key_cache, value_cache, last[None])
+        out = attention.paged_attention(query, key_cache, value_cache, plan, scale=0.3)
+        assert torch.equal(out[[0, 2]], good[[0, 2]])
+        assert out[1, 2:].isnan().all(), "the query heads of the kv head that has it"
+        assert out[1, :2].isfinite().all()
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_copy_blocks_kernel(dtype):
         layers = [torch.randn(12, 2, 3, 4, 20).to(dtype) for _ in range(3)]

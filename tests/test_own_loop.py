@@ -78,6 +78,7 @@ class Texts:
 def test_results_are_made_while_the_device_computes_the_next_step(monkeypatch):
     """64 requests of 8 samples that ended one after the other kept an H200 waiting for 15 ms at each end."""
     decoder = make_decoder()
+    decoder._engine._looks_ahead = False  # one launch a step
     texts = Texts(monkeypatch, decoder)
     short, long = (SamplingParams(max_new_tokens=n, seed=1, eos_token_id=[]) for n in (3, 6))
     results = decoder.generate([PROMPT, PROMPT[:3]], [short, long])
