@@ -95,14 +95,15 @@ def make_frame(group: Group, decode_text: DecodeText, result: DecodeResult | Non
 def _branch_frame(
     branch: Branch, table: tuple[int, ...], parent_id: int, score: float, decode_text: DecodeText
 ) -> BranchFrame:
-    tokens = branch.tokens
+    last = branch.last_token
+    assert last is not None, "a frame comes after a step, which chose a token for every branch"
     return BranchFrame(
         branch_id=branch.branch_id,
         parent_id=parent_id,
-        text=decode_text([token.token_id for token in tokens]),
-        token_id=tokens[-1].token_id,
-        token_text=decode_text([tokens[-1].token_id]),
-        logprob=tokens[-1].logprob,
+        text=decode_text(branch.token_ids_from(0)),
+        token_id=last.token_id,
+        token_text=decode_text([last.token_id]),
+        logprob=last.logprob,
         cumulative_logprob=score,
         num_tokens=branch.num_slots,
         block_table=table,
