@@ -18,8 +18,9 @@ function sharingLevel(sharers) { return sharers <= 0 ? 0 : sharers === 1 ? 1 : s
 /* One colour per block; numbers are printed too, so colour never stands alone. */
 function identityColour(block) { return `oklch(${[.66, .76, .58][block % 3]} .11 ${(block * 137.508) % 360})`; }
 
+/* Opaque, on its panel's ground: what lies under it need not be drawn, and nothing is blended. */
 class Surface {
-  constructor(element) { this.element = element; this.context = element.getContext('2d'); this.width = this.height = 0; }
+  constructor(element, palette) { Object.assign(this, { element, palette, context: element.getContext('2d', { alpha: false }), width: 0, height: 0 }); }
   /* Cleared and sized to the element. Reading the size lays the document out, so it is done once a resize. */
   begin() {
     const ratio = devicePixelRatio || 1;
@@ -28,7 +29,7 @@ class Surface {
     if (this.element.width !== width || this.element.height !== height) { this.element.width = width; this.element.height = height; }
     const context = this.context;
     context.setTransform(ratio, 0, 0, ratio, 0, 0); context.globalAlpha = 1; context.setLineDash([]);
-    context.clearRect(0, 0, this.width, this.height);
+    context.fillStyle = this.palette.get('panel'); context.fillRect(0, 0, this.width, this.height);
     return context;
   }
   forgetSize() { this.width = 0; }

@@ -3,7 +3,7 @@
 class Inspector {
   constructor(pane) {
     this.pane = pane; this.place = null; this.position = null; this.isPinned = false; this.isHeld = false;
-    this.spark = new Surface(pane.canvas('spark'));
+    this.spark = new Surface(pane.canvas('spark'), pane.palette);
     pane.output('atplace').addEventListener('change', e => pane.select(+e.target.value, this.position, true));
     pane.output('atposition').addEventListener('input', e => { if (e.target.value !== '') pane.select(this.place, +e.target.value, true); });
   }

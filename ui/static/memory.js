@@ -8,7 +8,7 @@ const CURVES = [
 ];
 
 class MemoryPanel {
-  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('memory')); }
+  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('memory'), pane.palette); }
 
   forgetLook() { this.surface.forgetSize(); }
 

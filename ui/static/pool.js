@@ -1,7 +1,7 @@
 /* The physical block pool: every block as a cell, how many share it, how full it is, what this step did to it. */
 
 class PoolPanel {
-  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('pool')); this.grid = null; this.empty = null; }
+  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('pool'), pane.palette); this.grid = null; this.empty = null; }
 
   forgetLook() { this.surface.forgetSize(); this.empty = null; }
 

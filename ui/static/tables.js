@@ -3,7 +3,7 @@
 const TABLE_LEFT = 38, TABLE_TOP = 15, MIN_COLUMN = 25, FOLD_WIDTH = 92;
 
 class TablesPanel {
-  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tables')); this.shapes = []; this.rows = []; }
+  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tables'), pane.palette); this.shapes = []; this.rows = []; }
 
   forgetLook() { this.surface.forgetSize(); }
 

@@ -1,7 +1,7 @@
 /* The strip under the cursor: copies up, prunes down, one bar a step. A transparent slider lies on it. */
 
 class TimelinePanel {
-  constructor(canvas, palette, clock, stores) { Object.assign(this, { palette, clock, stores, surface: new Surface(canvas) }); }
+  constructor(canvas, palette, clock, stores) { Object.assign(this, { palette, clock, stores, surface: new Surface(canvas, palette) }); }
 
   forgetLook() { this.surface.forgetSize(); }
 

@@ -4,7 +4,7 @@
 const STEP_WIDTH = 66, FADE_STEPS = 14, LABEL_ROW = 14, TIP_ROOM = 148, TIP_ROOM_NARROW = 122, NARROW = 440, LABELLED = 30, GLIDE_MS = 60;
 
 class TreePanel {
-  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree')); this.heights = new Map(); this.arrangedAt = 0; this.placed = []; }
+  constructor(pane) { this.pane = pane; this.surface = new Surface(pane.canvas('tree'), pane.palette); this.heights = new Map(); this.arrangedAt = 0; this.placed = []; }
 
   forgetLook() { this.surface.forgetSize(); this.heights.clear(); }
 
