@@ -143,3 +143,21 @@ def test_labels_of_the_curves_keep_their_distance(page):
     assert all(b - a >= 26 for a, b in itertools.pairwise(placed))
     assert placed[0] >= 12
     assert placed[-1] <= 194
+
+
+def test_steps_that_came_together_are_shown_one_after_the_other(page):
+    """A message a second must not show as a picture a second: its steps are shown until the next one is due."""
+    assert page.evaluate("livePace", [[0, 1], [100, 10], [1100, 30]]) == [
+        [0, 1, 1],  # [time, live step, newest step]
+        [50, 1, 1],
+        [100, 1, 10],
+        [150, 5, 10],
+        [200, 10, 10],
+        [1000, 10, 10],
+        [1100, 10, 30],
+        [1600, 20, 30],
+        [2100, 30, 30],
+        [9000, 30, 30],
+    ]
+    assert page.evaluate("liveAfter", {"end": True}) == 30, "the end of a run is shown at once"
+    assert page.evaluate("liveAfter", {"t": 25}) == 25, "a cursor that is further on does not go back"

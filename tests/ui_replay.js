@@ -66,3 +66,31 @@ function spreadLabels(ats) {
   spread(labels, 26, 12, 194);
   return labels.map(({ label }) => label);
 }
+
+/* A clock over one trace that grows; `at(time)` sets the time of day. */
+function growingTrace() {
+  const store = { start: {}, end: null, last: 0, lastWithBranches: 0 }, clock = new Clock(() => [store], () => {}, () => {});
+  const at = now => { performance.now = () => now; };
+  const arrive = (now, last) => { at(now); store.last = store.lastWithBranches = last; clock.arrived(); };
+  return { store, clock, at, arrive };
+}
+
+/* Messages as [time, newest step]: [time, live step, newest step] at theirs and some other times. */
+function livePace(messages) {
+  const { clock, at, arrive } = growingTrace(), seen = [];
+  for (const now of [0, 50, 100, 150, 200, 1000, 1100, 1600, 2100, 9000]) {
+    const message = messages.find(([time]) => time === now);
+    if (message) arrive(...message); else at(now);
+    seen.push([now, clock.liveNow, clock.liveStep]);
+  }
+  delete performance.now;
+  return seen;
+}
+
+function liveAfter({ end = null, t = 0 }) {
+  const { store, clock, arrive } = growingTrace();
+  arrive(0, 10); arrive(1000, 30); Object.assign(store, { end }); clock.t = t;
+  const step = clock.liveNow;
+  delete performance.now;
+  return step;
+}

@@ -21,11 +21,12 @@ MAX_KEPT_RUNS = 16
 MAX_WAITING_RUNS = 24
 # Checks and what-ifs that may wait at once.
 MAX_WAITING_QUESTIONS = 8
-# Messages a second at most, each with every step since the last. A decoder on the CPU loses the time that a message
-# takes, here and in a browser on the same machine.
-MESSAGES_A_SECOND = 30
-MESSAGES_A_SECOND_ON_CPU = 4
-
+# Seconds between two messages at least, each with every step since the last. A decoder on the CPU loses the time that a
+# message takes, here and in a browser on the same machine; the page shows its steps one after the other.
+MESSAGE_GAP = 1 / 30
+MESSAGE_GAP_ON_CPU = 1.0
+# For each record sent before: a run's first steps are there at once.
+GAP_BY_RECORD = 0.05
 
 # The run that the page opens with.
 RECORDED = "example"
@@ -43,7 +44,7 @@ class Sessions:
         self._recorded: Run | None = None
         self._questions: set[Future[Any]] = set()
         self._lock = threading.Lock()
-        self._message_gap = 1 / (MESSAGES_A_SECOND_ON_CPU if engine.decoders.on_cpu else MESSAGES_A_SECOND)
+        self._message_gap = MESSAGE_GAP_ON_CPU if engine.decoders.on_cpu else MESSAGE_GAP
 
     def start(self, visitor: str, searches: Sequence[Settings]) -> list[Run]:
         """Queue one run for each of ``searches``; the visitor's earlier ones are stopped."""
@@ -108,7 +109,8 @@ class Sessions:
                 lines = [to_json({"type": "queued", "ahead": ahead})]
             if lines:
                 yield lines
-            run.wait_until_over(max(0.0, begun + self._message_gap - time.perf_counter()))
+            gap = min(self._message_gap, sent * GAP_BY_RECORD)
+            run.wait_until_over(max(0.0, begun + gap - time.perf_counter()))
 
     def keep_recorded(self, settings: Settings) -> None:
         """The recorded run's settings: it can be run again for a check or a what-if."""

@@ -3,7 +3,7 @@
 class Pane {
   constructor(root, palette, hooks) {
     Object.assign(this, { root, palette, hooks, store: new TraceStore(), state: null, run: null, shownRun: null, isWaiting: true, hover: {}, colour: 'sharers', rowOrder: 'tree',
-                          fitAll: false, logScale: false, isStill: false, shownAt: 0, headStart: 0, isPassing: false, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set() });
+                          fitAll: false, logScale: false, isStill: false, shownAt: 0, headStart: 0, isPassing: false, isTreeDue: false, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set(), inView: new Set() });
     this.outputs = new Map([...root.querySelectorAll('[data-o]')].map(e => [e.dataset.o, e]));
     this.panels = { pool: new PoolPanel(this), tables: new TablesPanel(this), tree: new TreePanel(this), memory: new MemoryPanel(this) };
     this.inspector = new Inspector(this);
@@ -35,16 +35,26 @@ class Pane {
   show(t) {
     if (!this.store.last) return;
     const step = Math.max(1, Math.min(this.store.last, t));
+    if (this.isPassing && this.state?.t === step) return;
     if (this.state?.t !== step) this.wrongEntry = this.wrongPlaces = null;
     this.state = this.store.at(step); this.shownAt = performance.now() - this.headStart;
     this.inspector.isHeld = false;
-    showFigures(this); showBranches(this); showEvents(this);
-    this.mark('pool', 'tables', 'tree');
-    if (this.isPassing) this.inspector.settle(); else this.showRest();
+    if (!this.isPassing) return this.showRest();
+    this.inspector.settle();
+    this.isTreeDue = !this.isTreeDue;
+    this.mark(...['pool', 'tables', ...(this.isTreeDue ? ['tree'] : [])].filter(name => this.inView.has(name)));
   }
 
-  /* What may follow more slowly while steps pass. */
-  showRest() { if (this.state) { this.inspector.show(); this.mark('memory'); } }
+  /* All of it. While steps pass, what is not in view follows more slowly, and so do address and memory; the tree's words
+     cannot be read in passing, so that it is in every second picture. */
+  showRest() { if (this.state) { this.showTexts(); this.inspector.show(); this.mark('pool', 'tables', 'tree', 'memory'); } }
+
+  showTexts() {
+    if (!this.state) return;
+    showFigures(this);
+    if (!this.isPassing || this.inView.has('branches')) showBranches(this);
+    if (!this.isPassing || this.inView.has('log')) showEvents(this);
+  }
 
   /* How far the marks of this step have faded: 0 to 1. */
   age(milliseconds) { return this.isStill ? 1 : Math.min(1, (performance.now() - this.shownAt) / milliseconds); }
@@ -111,6 +121,10 @@ class Pane {
   }
 
   listen() {
+    const seen = new IntersectionObserver(entries => {
+      for (const { target, isIntersecting } of entries) this.inView[isIntersecting ? 'add' : 'delete'](target.dataset.c ?? target.dataset.o);
+    });
+    for (const part of this.root.querySelectorAll('canvas, .branches, .log')) seen.observe(part);
     const pool = this.canvas('pool'), tables = this.canvas('tables'), tree = this.canvas('tree');
     const on = (canvas, find) => {
       const use = (e, pin) => {

@@ -82,6 +82,7 @@ class PoolPanel {
         context.fillStyle = share > 1 - at ? written : ink; context.fillText(text(block, sharers), x + wide / 2, y + tall * at + .5);
       }
     };
+    if (!labels.length) return;
     context.textAlign = 'center'; context.textBaseline = 'middle';
     if (isBig) write(.27, Math.min(9, wide * .3), 400, block => `#${block}`);
     write(isBig ? .67 : .5, pixels, 700, (_, sharers) => `×${sharers}`);

@@ -1,13 +1,13 @@
 /* The component: messages in, panes on one clock, buttons and keys. Entry point: mountScope. */
 
-/* A model on a CPU may be computing on the cores that draw: one part in 32 of this thread's time goes into pictures that
+/* A model on a CPU may be computing on the cores that draw: one part in 60 of this thread's time goes into pictures that
    nobody asked for then (of new steps, of marks that fade), one in 3 beside a GPU; but there is one at least every
    LONGEST_GAP_MS. */
-const PICTURE_SHARE = { cpu: 32, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 240;
+const PICTURE_SHARE = { cpu: 60, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 320;
 
 /* Live, what moves a pixel a step or cannot be read in passing (the curves over the steps, the address of the newest
-   token) follows this often. */
-const WHOLE_MS = 900;
+   token) follows this often, and so does what is not in view. */
+const WHOLE_MS = 1200;
 
 /* Live, the next picture is of a later step: arcs are whole at once. */
 const ARC_MS = 300;
@@ -15,7 +15,7 @@ const ARC_MS = 300;
 class Scope {
   constructor(host, { props, watch, server, trigger }) {
     Object.assign(this, { host, server, trigger, frameRequest: 0, waking: 0, drawn: 0, drawMs: 0, slowest: 0,
-                          isBehind: false, drawnAt: 0, wholeAt: 0, gap: SHORTEST_GAP_MS, painted: new MessageChannel() });
+                          isBehind: false, textIsDue: false, drawnAt: 0, wholeAt: 0, gap: SHORTEST_GAP_MS, painted: new MessageChannel() });
     this.painted.port1.onmessage = () => this.takeTime();
     this.root = host.querySelector('.kv');
     this.palette = new Palette(this.root);
@@ -87,12 +87,13 @@ class Scope {
     const { clock } = this;
     this.root.dataset.tail = this.pane.isWaiting ? 0 : clock.last;
     if (!clock.last) return;
+    clock.arrived();
     if (clock.t && clock.isGrowing) { this.isBehind = true; this.wakeInTime(); } else this.catchUp();
   }
 
   catchUp() {
     const { clock } = this;
-    this.isBehind = false;
+    this.isBehind = clock.isLive && clock.isGrowing && clock.liveNow < clock.liveStep;
     const isPassing = clock.isLive && clock.isGrowing && performance.now() < this.wholeAt + WHOLE_MS;
     if (!isPassing) this.wholeAt = performance.now();
     for (const pane of this.shown) pane.isPassing = isPassing;
@@ -115,10 +116,16 @@ class Scope {
 
   show(t) {
     const isLive = this.clock.isLive && this.clock.isGrowing;
-    for (const pane of this.shown) { pane.headStart = isLive ? ARC_MS : 0; pane.isPassing &&= isLive; pane.show(t); }
-    const { root } = this, [pane] = this.shown;
+    for (const pane of this.shown) { pane.headStart = isLive ? ARC_MS : 0; pane.isPassing &&= isLive; pane.show(isLive ? Math.min(t, this.clock.paceOf(pane.store)) : t); }
+    this.textIsDue = this.pane.isPassing;
+    if (!this.textIsDue) { this.showTexts(); this.markTime(); }
+  }
+
+  /* While steps pass, after the picture is drawn: text on a canvas lays out the document that was written to before. */
+  showTexts() {
+    const { root, clock: { t } } = this, [pane] = this.shown;
+    this.textIsDue = false;
     put(this.output('seek'), 'value', String(t)); this.showPosition();
-    if (!pane?.isPassing) this.markTime();
     if (!pane?.state) return;
     const breaches = this.shown.map(p => p.state && p.store.check(p.state)).filter(Boolean);
     Object.assign(root.dataset, { step: t, used: pane.store.stats[pane.state.t - 1].used, invariant: breaches[0] ?? 'ok' });
@@ -182,7 +189,7 @@ class Scope {
     if (!this.host.isConnected) return;
     try { this.drawPicture(now); } finally { this.frameRequest = 0; }  // not before: what the picture marked itself is drawn
     if (this.clock.isPlaying) this.wake();
-    else if (this.isDirty) this.wakeInTime();
+    else if (this.isDirty || this.isBehind) this.wakeInTime();
   }
 
   get isDirty() { return this.timeIsDirty || this.shown.some(pane => pane.dirty.size); }
@@ -194,6 +201,7 @@ class Scope {
     const begun = performance.now(), wasDirty = this.isDirty;
     for (const pane of this.shown) pane.draw();
     if (this.timeIsDirty) { this.timeIsDirty = false; if (this.stores.length) this.timeline.draw(); }
+    if (this.textIsDue) { for (const pane of this.shown) pane.showTexts(); this.showTexts(); }
     if (!wasDirty) return;
     const took = performance.now() - begun; this.drawn++; this.drawMs += took; this.slowest = Math.max(this.slowest, took);
     this.painted.port2.postMessage(null);
