@@ -372,7 +372,7 @@ class Engine:
         if run.frames is None:
             return
         try:
-            run.frames.append(make_frame(run.group, self._decode_text, result))
+            run.frames.append(make_frame(run.group, run.texts, self._decode_text, result))
         except Exception as error:  # the tokenizer's fault is this request's alone
             if run.group in self._runs:
                 self._fail(run.group, error)

@@ -1,15 +1,14 @@
 """Frames: the whole state of a search once a step, for people who watch it. ``trace`` writes them down as deltas."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cowbeam.decoder.branches import Branch, Event
+from cowbeam.decoder.branch_texts import BranchTexts, DecodeText
+from cowbeam.decoder.branches import Branch, Event, Token
 from cowbeam.decoder.group import Group, hypothesis_text, hypothesis_token_ids
 from cowbeam.decoder.outputs import DecodeResult, FinishReason, MemoryUse
 from cowbeam.decoder.strategy import Hypothesis
-
-DecodeText = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -69,15 +68,14 @@ class Frame:
     result: DecodeResult | None
 
 
-def make_frame(group: Group, decode_text: DecodeText, result: DecodeResult | None = None) -> Frame:
-    """The group as it stands. O(rows × context): only groups that are watched pay it."""
+def make_frame(
+    group: Group, texts: BranchTexts, decode_text: DecodeText, result: DecodeResult | None = None
+) -> Frame:
+    """The group as it stands. O(rows × blocks): only groups that are watched pay it."""
     tables = [tuple(branch.block_table) for branch in group.branches]
-    branches = [
-        _branch_frame(branch, table, parent_id, score, decode_text)
-        for branch, table, parent_id, score in zip(
-            group.branches, tables, group.parents, group.strategy.scores, strict=True
-        )
-    ]
+    newest = [branch.last_token for branch in group.branches if branch.last_token is not None]
+    columns = (group.branches, newest, tables, group.parents, group.strategy.scores, texts.of(newest, decode_text))
+    branches = [_branch_frame(*row, decode_text) for row in zip(*columns, strict=True)]
     finished = [_finished_frame(group, hypothesis, decode_text) for hypothesis in group.strategy.hypotheses]
     return Frame(
         step=group.steps,
@@ -93,14 +91,18 @@ def make_frame(group: Group, decode_text: DecodeText, result: DecodeResult | Non
 
 
 def _branch_frame(
-    branch: Branch, table: tuple[int, ...], parent_id: int, score: float, decode_text: DecodeText
+    branch: Branch,
+    last: Token,
+    table: tuple[int, ...],
+    parent_id: int,
+    score: float,
+    text: str,
+    decode_text: DecodeText,
 ) -> BranchFrame:
-    last = branch.last_token
-    assert last is not None, "a frame comes after a step, which chose a token for every branch"
     return BranchFrame(
         branch_id=branch.branch_id,
         parent_id=parent_id,
-        text=decode_text(branch.token_ids_from(0)),
+        text=text,
         token_id=last.token_id,
         token_text=decode_text([last.token_id]),
         logprob=last.logprob,
