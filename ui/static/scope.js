@@ -1,9 +1,9 @@
 /* The component: messages in, panes on one clock, buttons and keys. Entry point: mountScope. */
 
-/* A model on a CPU may be computing on the cores that draw: one part in 80 of this thread's time goes into pictures that
+/* A model on a CPU may be computing on the cores that draw: one part in 120 of this thread's time goes into pictures that
    nobody asked for then (of new steps, of marks that fade), one in 3 beside a GPU; but there is one at least every
    LONGEST_GAP_MS. */
-const PICTURE_SHARE = { cpu: 80, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 320;
+const PICTURE_SHARE = { cpu: 120, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 400;
 
 /* Live, what moves a pixel a step or cannot be read in passing (the curves over the steps, the address of the newest
    token) follows this often, and so does what is not in view. */
