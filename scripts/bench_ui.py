@@ -77,8 +77,11 @@ def open_page(engine: EngineThread) -> Iterator[tuple[Page, Sessions, Any]]:
 
 def start(page: Page, settings: Settings) -> None:
     """Let the page ask for the run itself, as its lessons do."""
+    before = page.get_attribute("[data-testid=scope]", "data-run")
     page.evaluate("settings => cowbeam.trigger('rerun', settings)", settings.as_values())
-    page.wait_for_function("() => cowbeam.root.dataset.run !== 'example' && +cowbeam.root.dataset.tail >= 1")
+    page.wait_for_function(
+        "before => cowbeam.root.dataset.run !== before && +cowbeam.root.dataset.tail >= 1", arg=before
+    )
 
 
 def wait_until_done(page: Page) -> None:
@@ -151,6 +154,7 @@ def watch(page: Page, sessions: Sessions, settings: Settings) -> float:
     run.wait_until_over(600)  # here: asking the page twice a second whether it is done is work that no visitor makes
     wait_until_done(page)
     assert run.result is not None, "the watched run finished"
+    assert run.result.stats.steps == page.evaluate("cowbeam.pane.store.last"), "and it is the one on the page"
     return run.result.stats.seconds / run.result.stats.steps * 1e3
 
 
