@@ -16,11 +16,12 @@ from torch import Tensor
 from cowbeam.decoder.batch import Batch, Layout, lay_out, to_device
 from cowbeam.decoder.blocks import BlockPool
 from cowbeam.decoder.branch_scorer import ScorerError
+from cowbeam.decoder.branch_texts import DecodeText
 from cowbeam.decoder.candidates import CandidateSource, unpack
 from cowbeam.decoder.counters import Counters, Tally
 from cowbeam.decoder.faults import fault_of
 from cowbeam.decoder.flight import Flight, given_to
-from cowbeam.decoder.frames import DecodeText, make_frame
+from cowbeam.decoder.frames import make_frame
 from cowbeam.decoder.group import Group, KVBytes, Request, hypothesis_text
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.lookahead import Landing, Lookahead, mark, wait_for

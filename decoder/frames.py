@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cowbeam.decoder.branch_texts import BranchTexts, DecodeText
-from cowbeam.decoder.branches import Branch, Event, Token
+from cowbeam.decoder.branches import Branch, Event
 from cowbeam.decoder.group import Group, hypothesis_text, hypothesis_token_ids
 from cowbeam.decoder.outputs import DecodeResult, FinishReason, MemoryUse
 from cowbeam.decoder.strategy import Hypothesis
@@ -68,14 +68,22 @@ class Frame:
     result: DecodeResult | None
 
 
-def make_frame(
-    group: Group, texts: BranchTexts, decode_text: DecodeText, result: DecodeResult | None = None
-) -> Frame:
+def make_frame(group: Group, texts: BranchTexts, decode_text: DecodeText, result: DecodeResult | None = None) -> Frame:
     """The group as it stands. O(rows × blocks): only groups that are watched pay it."""
     tables = [tuple(branch.block_table) for branch in group.branches]
     newest = [branch.last_token for branch in group.branches if branch.last_token is not None]
-    columns = (group.branches, newest, tables, group.parents, group.strategy.scores, texts.of(newest, decode_text))
-    branches = [_branch_frame(*row, decode_text) for row in zip(*columns, strict=True)]
+    branches = [
+        _branch_frame(branch, table, parent_id, score, text, decode_text([token.token_id]))
+        for branch, token, table, parent_id, score, text in zip(
+            group.branches,
+            newest,
+            tables,
+            group.parents,
+            group.strategy.scores,
+            texts.of(newest, decode_text),
+            strict=True,
+        )
+    ]
     finished = [_finished_frame(group, hypothesis, decode_text) for hypothesis in group.strategy.hypotheses]
     return Frame(
         step=group.steps,
@@ -91,21 +99,16 @@ def make_frame(
 
 
 def _branch_frame(
-    branch: Branch,
-    last: Token,
-    table: tuple[int, ...],
-    parent_id: int,
-    score: float,
-    text: str,
-    decode_text: DecodeText,
+    branch: Branch, table: tuple[int, ...], parent_id: int, score: float, text: str, token_text: str
 ) -> BranchFrame:
+    assert branch.last_token is not None, "a frame comes after a step, which chose a token for every branch"
     return BranchFrame(
         branch_id=branch.branch_id,
         parent_id=parent_id,
         text=text,
-        token_id=last.token_id,
-        token_text=decode_text([last.token_id]),
-        logprob=last.logprob,
+        token_id=branch.last_token.token_id,
+        token_text=token_text,
+        logprob=branch.last_token.logprob,
         cumulative_logprob=score,
         num_tokens=branch.num_slots,
         block_table=table,
