@@ -35,8 +35,8 @@ MOST_WINDOWS = 512
 LONG = 16384
 # Elements of partial results that a program of the merge holds in registers at once.
 MERGED_AT_ONCE = 8192
-# From so many programs on (rows × query heads) the merge fills the GPU with one warp each.
-MANY_PROGRAMS = 256
+# From so many programs on (rows × query heads) one warp each is enough for the merge.
+MANY_PROGRAMS = 64
 
 
 class _Variant(NamedTuple):
@@ -82,8 +82,8 @@ def paged_attention(
     slot_heads, splits = _head_slots(group)
     sinks = None if sinks is None else sinks.contiguous()
     waits = _may_wait_on_device(query.device)
-    is_simple = softcap is None and key_cache.stride() == value_cache.stride()
-    variant = _variant(plan, slot_heads, query, value_dim, is_simple)
+    same_layout = key_cache.stride() == value_cache.stride()
+    variant = _variant(plan, slot_heads, query, value_dim, is_simple=softcap is None and same_layout)
     programs = _num_programs(query.device, variant)
     out = query.new_empty(rows, heads, value_dim)
     value_pad = max(16, triton.next_power_of_2(value_dim))
@@ -122,7 +122,7 @@ def paged_attention(
             VALUE_DIM=value_dim,
             VALUE_PAD=value_pad,
             LINES=variant.lines,
-            SAME_OFFSETS=key_cache.stride() == value_cache.stride() and head_dim == value_dim,
+            SAME_OFFSETS=same_layout,
             HAS_SOFTCAP=softcap is not None,
             UPCAST=INTERPRETED and query.dtype == torch.bfloat16,
             MERGE_WAITS=waits,

@@ -292,6 +292,8 @@ def _consume(
             window_row = gl.load(WINDOW_ROW + window)
             window_rows = gl.load(WINDOW_ROWS + window)
             trunk_tiles = gl.load(TRUNK_TILES + window)
+    # A kernel is over for the next one only after those in front of it: here too where there was nothing to compute.
+    gdc_wait()
 
 
 @gluon.jit
