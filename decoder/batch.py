@@ -29,6 +29,11 @@ class DecodeInputs(StepRows):
     widest_group: int  # rows of the largest group
     owners: Sequence[StateOwner] = ()  # each row's branch, which holds its dense states where the model has such
 
+    def first(self, rows: int, widest_group: int) -> "DecodeInputs":
+        """The first rows alone."""
+        kept: dict[str, Any] = {name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **kept, widest_group=widest_group, owners=self.owners[:rows])
+
     def to(self, device: torch.device) -> "DecodeInputs":
         """The same there, for layers that lie there."""
         moved: dict[str, Any] = {

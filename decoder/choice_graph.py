@@ -58,9 +58,9 @@ def look_ahead(
 
     Args:
         flight: the step just computed.
-        inputs: of that step.
+        inputs: of that step, whose rows may be more than the flight's.
         upcoming: [rows] the ids of the next free blocks.
-        tables_before: [rows, columns] is filled with the block tables as they are.
+        tables_before: [all rows, columns] is filled with the block tables as they are.
         block_size: tokens of a block.
         scratch_block: see `advance_rows`.
     """
@@ -70,7 +70,7 @@ def look_ahead(
     parents = [parents_of(flight, cohort, choice) for cohort, choice in zip(cohorts, choices, strict=True)]
     tokens = [choice.tokens for choice in choices]
     num_rows = flight.num_rows
-    tables_before.copy_(inputs.block_tables[:num_rows])
+    tables_before.copy_(inputs.block_tables[: len(tables_before)])
     row_of = advance_rows(
         parents[0] if len(cohorts) == 1 else torch.cat(in_order(cohorts, parents, sizes)),
         tokens[0] if len(cohorts) == 1 else torch.cat(in_order(cohorts, tokens, sizes)),
@@ -175,10 +175,10 @@ class ChoiceGraphs:
         self._can_capture = True
 
     def choose(self, flight: Flight, upcoming: Sequence[int]) -> Ahead:
-        """`look_ahead` after the last decoded step, ``flight``."""
+        """`look_ahead` after the last decoded step, ``flight``, or for a part of its groups."""
         step = self._graphs.step
         signature = tuple(s.signature(len(rows)) for s, rows in zip(flight.sources, flight.rows, strict=True))
-        if step is None or None in signature or not self._can_capture:
+        if step is None or None in signature or not flight.is_whole or not self._can_capture:
             return self._look_ahead(flight, upcoming)
         choices = self._captured.setdefault(step, _Choices())
         captured = choices.find(signature)
@@ -202,6 +202,6 @@ class ChoiceGraphs:
 
     def _look_ahead(self, flight: Flight, upcoming: Sequence[int]) -> Ahead:
         inputs = self._graphs.inputs
-        before = torch.empty_like(inputs.block_tables[: flight.num_rows])
+        before = torch.empty_like(inputs.block_tables[: len(flight.logits)])
         ids = to_device(upcoming, torch.long, flight.logits.device)
         return look_ahead(flight, inputs, ids, before, self._block_size, self._scratch_block)

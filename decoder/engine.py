@@ -263,27 +263,45 @@ class Engine:
         self._flight = None
         if flight is None:
             return
-        parts: list[Part] = []
-        logits: Tensor | None = None
         if self._may_look_ahead(flight):
-            landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
+            self._land_and_go_on(flight)
         else:
-            landing, ahead = self._lookahead.land(flight), None
-            if self._scheduler.is_pass_due:  # the device goes on with it, whatever the host chooses meanwhile
-                parts = self._next_pass()
-                logits = self._compute(parts)
+            self._land(flight)
+
+    def _land_and_go_on(self, flight: Flight) -> None:
+        """The host chooses while the device takes the next step, without the groups that are at their last token."""
+        last, flight = flight.split()
+        last_landing = self._lookahead.land(last) if last.groups else None
+        landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
+        if last_landing is not None:
+            self._choose(last, last_landing)
         num_branches = [len(group.branches) for group in flight.groups]
         chosen = self._choose(flight, landing)
-        if ahead is not None and [len(continuations) for continuations in chosen] == num_branches:
+        if [len(continuations) for continuations in chosen] == num_branches:
             landing.check(self._lay_out(flight.groups), self._cache.block_size)
             self._flight = ahead if self._scheduler.running else None
         else:
-            self._batch.tables = self._lookahead.tables(flight) if ahead is None else self._lookahead.drop(ahead)
+            self._batch.tables = self._lookahead.drop(ahead)
             self._follow(flight, chosen)
-            if logits is not None:
-                self._begin(parts, logits)
-            elif self._finished and not self._scheduler.has_pass:
-                self._flight = self._launch()  # the device computes while the results are made
+            self._launch_before_results()
+
+    def _land(self, flight: Flight) -> None:
+        """The host chooses; if a pass is due, the device computes it meanwhile, whatever is chosen."""
+        landing = self._lookahead.land(flight)
+        parts = self._next_pass() if self._scheduler.is_pass_due else []
+        logits = self._compute(parts)
+        chosen = self._choose(flight, landing)
+        self._batch.tables = self._lookahead.tables(flight)
+        self._follow(flight, chosen)
+        if logits is not None:
+            self._begin(parts, logits)
+        else:
+            self._launch_before_results()
+
+    def _launch_before_results(self) -> None:
+        """The device computes while the host makes the results of those that have finished."""
+        if self._finished and not self._scheduler.has_pass:
+            self._flight = self._launch()
 
     def _lay_out(self, groups: Sequence[Group]) -> Layout:
         layout = lay_out(groups)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,28 @@ class Flight:
     def num_rows(self) -> int:
         """Rows of all groups."""
         return sum(len(rows) for rows in self.rows)
+
+    @property
+    def is_whole(self) -> bool:
+        """All rows of the step are the groups'."""
+        return self.num_rows == len(self.logits)
+
+    def split(self) -> tuple["Flight", "Flight"]:
+        """Those whose next token is the last they may have, and those who go on."""
+        last = [number for number, group in enumerate(self.groups) if group.is_at_last_token]
+        others = [number for number, group in enumerate(self.groups) if not group.is_at_last_token]
+        return self._part(last), self._part(others)
+
+    def _part(self, members: Sequence[int]) -> "Flight":
+        if len(members) == len(self.groups):
+            return self
+        return replace(
+            self,
+            groups=[self.groups[number] for number in members],
+            sources=[self.sources[number] for number in members],
+            rows=[self.rows[number] for number in members],
+            given=[self.given[number] for number in members],
+        )
 
 
 def given_to(sources: Sequence[CandidateSource], device: torch.device) -> list[Tensor]:

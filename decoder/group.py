@@ -111,6 +111,11 @@ class Group:
         return token.length if token else 0
 
     @property
+    def is_at_last_token(self) -> bool:
+        """The next token is the last one its branches may have."""
+        return self.num_generated + 1 >= self.request.params.max_new_tokens
+
+    @property
     def blocks_to_take(self) -> int:
         """Free blocks that ``plant`` would take now: blocks that others use already are shared."""
         in_all = -(-self.num_prompt_tokens // self.tree.pool.block_size)

@@ -63,11 +63,11 @@ class Lookahead:
         return Flight(list(groups), list(sources), logits, of_group, given, launched=mark(logits))
 
     def may_follow(self, flight: Flight, pool: BlockPool) -> bool:
-        """A next step is sure to be needed unless a branch ends early, and there is room for it."""
+        """A next step is sure to be needed unless all branches end early, and there is room for it."""
         return (
             flight.num_rows <= pool.num_free
             and all(source.is_foreseeable for source in flight.sources)
-            and all(group.num_generated + 1 < group.request.params.max_new_tokens for group in flight.groups)
+            and not all(group.is_at_last_token for group in flight.groups)
             and max(branch.num_slots for g in flight.groups for branch in g.branches) < self._graphs.max_length
         )
 
@@ -80,11 +80,17 @@ class Lookahead:
 
     @torch.inference_mode()
     def land_and_go_on(self, flight: Flight, pool: BlockPool) -> tuple[Landing, Flight]:
-        """The same, and begin the step after ``flight`` with what the device foresees."""
+        """The same, and begin the step after ``flight`` with what the device foresees.
+
+        Of a part of a step's groups, too: the others have landed before, and the next step is without them.
+        """
         wait_for(flight.launched)
         ahead = self._choices.choose(flight, pool.upcoming(flight.num_rows))
         landing = Landing(ahead.packed, ahead.proposals.shares)
-        logits = self._graphs.decode_again()
+        if flight.is_whole:
+            logits = self._graphs.decode_again()
+        else:
+            logits = self._graphs.decode(self._graphs.inputs.first(flight.num_rows, max(map(len, flight.rows))))
         choices = ahead.choice_of_group
         for source, choice in zip(flight.sources, choices, strict=True):
             source.follow(choice.ranks, choice.tokens)

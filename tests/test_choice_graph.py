@@ -50,7 +50,7 @@ def test_a_capture_that_fails_costs_nothing_but_time(caplog):
     step = Step()
     graphs = ChoiceGraphs(SimpleNamespace(step=step, inputs=None, memory="lent"), block_size=4, scratch_block=9)
     source = SimpleNamespace(signature=lambda width: ("beams", width))
-    flight = SimpleNamespace(sources=[source], rows=[[0, 1]])
+    flight = SimpleNamespace(sources=[source], rows=[[0, 1]], is_whole=True)
     with (
         mock.patch.object(choice_graph, "_CapturedChoice", Failing),
         mock.patch.object(graphs, "_look_ahead", return_value="ahead") as look_ahead,

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -112,6 +113,31 @@ def test_the_others_go_on_while_a_first_choice_is_awaited(monkeypatch):
     while not old.is_over:
         decoder.step()
     assert token_ids(old.result) == token_ids(decoder.generate(PROMPT, BEAMS))
+
+
+@pytest.mark.parametrize("kind", ["beams", "samples", "processed"])
+def test_the_device_goes_on_with_the_others_where_a_group_takes_its_last_token(kind, monkeypatch):
+    """64 groups of beams that ended one after the other kept an H200 waiting at each end, 2 to 9 ms of a 9 ms step."""
+    decoder = make_decoder()
+    decoder._engine._looks_ahead = True
+    params = {
+        "beams": BEAMS,
+        "samples": SamplingParams(num_return_sequences=3, eos_token_id=[], seed=5),
+        "processed": SamplingParams(num_return_sequences=3, eos_token_id=[], seed=5, temperature=0.6),
+    }[kind]
+    of_each = [replace(params, max_new_tokens=n) for n in (9, 4, 7, 6, 9, 5)]
+    prompts = [PROMPT[: i + 1] for i in range(len(of_each))]
+    runs = [decoder.add_request(prompt, of_one) for prompt, of_one in zip(prompts, of_each, strict=True)]
+    launched = []
+    launch = Lookahead.launch
+    monkeypatch.setattr(Lookahead, "launch", lambda *args: launched.append(len(args[1])) or launch(*args))
+    while not all(run.is_over for run in runs):
+        decoder.step()
+        decoder.check_integrity()
+    assert launched == [6], "the first step alone is laid out by the host"
+    for run, prompt, of_one in zip(runs, prompts, of_each, strict=True):
+        assert token_ids(run.result) == token_ids(decoder.generate(prompt, of_one))
+    assert_unused(decoder)
 
 
 def test_a_request_may_be_preempted_before_its_first_choice_lands(monkeypatch):
