@@ -35,8 +35,6 @@ MOST_WINDOWS = 512
 LONG = 16384
 # Elements of partial results that a program of the merge holds in registers at once.
 MERGED_AT_ONCE = 8192
-# From so many programs on (rows × query heads) one warp each is enough for the merge.
-MANY_PROGRAMS = 64
 
 
 class _Variant(NamedTuple):
@@ -142,7 +140,7 @@ def paged_attention(
         PARTIALS=_partials(plan, programs, kv_heads * splits, value_pad),
         WAITS=waits,
         **heads_shape,
-        num_warps=1 if rows * heads >= MANY_PROGRAMS else 4,
+        num_warps=1,
         **({"launch_pdl": True} if waits else {}),
     )
     return out
