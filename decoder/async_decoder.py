@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 from cowbeam.decoder.counters import Counters
-from cowbeam.decoder.decoder import Decoder, Prompt
+from cowbeam.decoder.decoder import Decoder
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.outputs import DecodeResult, StreamedToken
 from cowbeam.decoder.params import BeamSearchParams, Params
+from cowbeam.decoder.request_maker import Prompt
 from cowbeam.decoder.run import Run, Watch
 from cowbeam.decoder.text_stream import TokenTexts
 

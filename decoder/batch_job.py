@@ -16,7 +16,7 @@ from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
 from cowbeam.decoder.results_file import LineId, ResultsFile
 
 if TYPE_CHECKING:
-    from cowbeam.decoder.decoder import Prompt
+    from cowbeam.decoder.request_maker import Prompt
 
 _KEYS = {"id", "prompt", "token_ids", "params"}
 

@@ -25,8 +25,9 @@ from cowbeam.decoder.outputs import DecodeResult
 from cowbeam.decoder.params import Params
 
 if TYPE_CHECKING:
-    from cowbeam.decoder.decoder import Decoder, Prompt
+    from cowbeam.decoder.decoder import Decoder
     from cowbeam.decoder.ray_batch import RayDecoders
+    from cowbeam.decoder.request_maker import Prompt
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2

@@ -2,12 +2,11 @@
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, overload
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,27 +15,19 @@ from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.frames import Frame
-from cowbeam.decoder.grammar import Grammar, GrammarCompiler
-from cowbeam.decoder.grammar_states import GrammarStates
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.job_progress import JobProgress
-from cowbeam.decoder.kv_cache import KVCache, LayerShape, kv_bytes, kv_layout
+from cowbeam.decoder.kv_cache import KVCache, kv_bytes, kv_layout
 from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.model_levels import Level
 from cowbeam.decoder.outputs import DecodeResult, Outcome
 from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
+from cowbeam.decoder.pool_size import blocks_that_fit
+from cowbeam.decoder.request_maker import Prompt, RequestMaker
 from cowbeam.decoder.run import Run, Watch
-from cowbeam.decoder.scheduler import MAX_PASS_TOKENS, MAX_ROWS
-from cowbeam.decoder.stop_strings import StopStrings
+from cowbeam.decoder.scheduler import MAX_ROWS
 from cowbeam.decoder.trial import attention_path, check_choices, try_out
-
-Prompt = str | Sequence[int]
-
-DEFAULT_KV_MEMORY = 2 * 2**30  # bytes, on a CPU: memory that is never written is never taken
-MAX_EMPTY_BLOCKS = 2**16
-# On a GPU there is room beside the pool for the dense states of this many branches, before and after a step.
-STATES_BESIDE_POOL = 64
 
 
 class Decoder:
@@ -82,14 +73,13 @@ class Decoder:
         check_choices(block_size, compile, prefix_reuse)
         _check_knobs(num_blocks, memory_fraction, kv_memory, max_rows)
         self.model = model
-        self.tokenizer = tokenizer
-        self._grammars: GrammarCompiler | None = None  # made by the first request that needs it
         self._adapter = ModelAdapter(model, attention_path(attention, model, block_size))
+        self._request_maker = RequestMaker(self._adapter, tokenizer)
         if compile is None:
             compile = self._adapter.path == "triton" and self._adapter.device.type == "cuda"
         shapes = try_out(self._adapter, block_size, compile=compile)
         if num_blocks is None:
-            num_blocks = _blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
+            num_blocks = blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
         try:
             cache = KVCache(shapes, num_blocks, block_size)
         except RuntimeError as error:
@@ -103,7 +93,7 @@ class Decoder:
             cache,
             num_blocks,
             kv_bytes(shapes),
-            self._decode_text,
+            self.text_of,
             prefix_reuse=prefix_reuse,
             max_rows=max_rows,
         )
@@ -281,7 +271,7 @@ class Decoder:
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """The text of generated tokens, less special ones; nothing without a tokenizer."""
-        return self._decode_text(token_ids)
+        return self._request_maker.text_of(token_ids)
 
     def check_ready(self) -> None:
         """Raises ValueError if the decoder is closed or its model in training mode."""
@@ -342,6 +332,15 @@ class Decoder:
         self.close()
 
     @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """For prompts and completions as text; may be set."""
+        return self._request_maker.tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        self._request_maker.tokenizer = tokenizer
+
+    @property
     def block_size(self) -> int:
         """Slots of a block."""
         return self._running_engine().pool.block_size
@@ -380,98 +379,7 @@ class Decoder:
         each = params if is_list else [BeamSearchParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} params")
-        return [self._request(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
-
-    def _request(self, prompt: Prompt, params: Params) -> Request:
-        if not isinstance(params, BeamSearchParams | SamplingParams):
-            raise ValueError(f"params must be BeamSearchParams or SamplingParams, got {type(params).__name__}")
-        token_ids = self._token_ids(prompt)
-        _check_known(params, self._adapter.vocabulary_size)
-        limit = self._adapter.max_length
-        if limit is not None and len(token_ids) + params.max_new_tokens > limit:
-            raise ValueError(
-                f"a prompt of {len(token_ids)} tokens and max_new_tokens={params.max_new_tokens} exceed the model's "
-                f"{limit} positions"
-            )
-        draws = isinstance(params, SamplingParams) or params.do_sample
-        if isinstance(params, BeamSearchParams) and draws and params.num_beams * self._adapter.vocabulary_size > 2**24:
-            raise ValueError(
-                f"do_sample with num_beams={params.num_beams} draws from {params.num_beams} × "
-                f"{self._adapter.vocabulary_size} candidates, more than torch.multinomial's 2**24"
-            )
-        seed = params.seed
-        if draws and seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1, np.uint64)[0])
-        is_scored = isinstance(params, SamplingParams) and params.branch_scorer is not None
-        return Request(
-            token_ids,
-            params,
-            self._eos_ids(params),
-            seed if draws else None,
-            self._stops(params),
-            self._decode_text if is_scored else None,
-            self._start_grammar(params),
-        )
-
-    def _start_grammar(self, params: Params) -> Callable[[], GrammarStates] | None:
-        grammar = Grammar.of(params.grammar)
-        if grammar is None:
-            return None
-        if self.tokenizer is None:
-            raise ValueError("grammar needs a tokenizer: Decoder(model, tokenizer)")
-        eos_ids = sorted(self._eos_ids(params))
-        if not eos_ids:
-            raise ValueError("grammar needs an EOS id: where the text is complete, nothing else may follow")
-        if self._grammars is None:
-            self._grammars = GrammarCompiler(self.tokenizer, self._adapter.vocabulary_size)
-        compiler, compiled = self._grammars, self._grammars.compile(grammar)
-        return lambda: compiler.states(compiled, eos_ids)
-
-    def _stops(self, params: Params) -> StopStrings | None:
-        if params.stop_strings is None:
-            return None
-        if self.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer: Decoder(model, tokenizer)")
-        return StopStrings(tuple(params.stop_strings), self._decode_all_text, self._decode_text)
-
-    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a prompt as text needs a tokenizer: Decoder(model, tokenizer)")
-            if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
-                raise ValueError(f"the prompt {shown(prompt)} holds bytes that are no text in UTF-8")
-            prompt = self.tokenizer(prompt).input_ids
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise ValueError(f"a prompt must be text or a list of token ids, got {shown(prompt)}")
-        token_ids: tuple[Any, ...] = tuple(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty: it has no tokens")
-        size = self._adapter.vocabulary_size
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < size:
-            return token_ids  # in a tenth of the time: a prompt of 8,192 tokens would keep the device waiting for 4 ms
-        token_ids = tuple(int(t) if isinstance(t, np.integer) else t for t in token_ids)
-        for position, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < size:
-                raise ValueError(f"prompt token {position} is {shown(token_id)}; the model knows ids 0 to {size - 1}")
-        return token_ids
-
-    def _eos_ids(self, params: Params) -> frozenset[int]:
-        given: Any = params.eos_token_id
-        if given is None and self.model.generation_config is not None:
-            given = self.model.generation_config.eos_token_id
-        if given is None:
-            given = getattr(self.model.config.get_text_config(), "eos_token_id", None)
-        return frozenset([given] if isinstance(given, int) else given or ())
-
-    def _decode_text(self, token_ids: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return str(text)
-
-    def _decode_all_text(self, token_ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None, "only text has stop strings"
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return [self._request_maker.make(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
 
 
 def _check_folder(name: str) -> None:
@@ -510,56 +418,3 @@ def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int 
             raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
     if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")
-
-
-def _blocks_that_fit(
-    adapter: ModelAdapter, shapes: Sequence[LayerShape], block_size: int, memory_fraction: float, kv_memory: int | None
-) -> int:
-    """As many as memory holds: on a GPU what is left after the weights and a trial step, on a CPU ``kv_memory``.
-
-    Of several devices the one that holds the fewest, for its layers, decides.
-    """
-    by_device: dict[torch.device, list[LayerShape]] = {}
-    for shape in shapes:
-        by_device.setdefault(shape.device, []).append(shape)
-    left = {} if kv_memory is not None else _left_after_trial_step(adapter, by_device)
-    fitting = []
-    for device, there in by_device.items():
-        memory = DEFAULT_KV_MEMORY if kv_memory is None else kv_memory
-        bytes_per_block = block_size * kv_bytes(shapes).per_token
-        if device in left:
-            memory = int(memory_fraction * left[device]) - 2 * STATES_BESIDE_POOL * adapter.state_bytes
-            bytes_per_block = block_size * kv_bytes(there).per_token
-        if memory < bytes_per_block:
-            raise ValueError(f"{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
-        fitting.append(memory // bytes_per_block)
-    return min(fitting, default=MAX_EMPTY_BLOCKS)  # where no layer keeps K/V blocks only count tokens
-
-
-def _left_after_trial_step(adapter: ModelAdapter, devices: Iterable[torch.device]) -> dict[torch.device, int]:
-    """Bytes of memory that a full prefill leaves free on each GPU."""
-    gpus = [device for device in devices if device.type == "cuda"]
-    if not gpus:
-        return {}
-    torch.cuda.empty_cache()
-    before = {gpu: torch.cuda.memory_allocated(gpu) for gpu in gpus}
-    for gpu in gpus:
-        torch.cuda.reset_peak_memory_stats(gpu)
-    adapter.probe(min(MAX_PASS_TOKENS, adapter.max_length or MAX_PASS_TOKENS))
-    activations = {gpu: torch.cuda.max_memory_allocated(gpu) - before[gpu] for gpu in gpus}
-    torch.cuda.empty_cache()
-    return {gpu: int(torch.cuda.mem_get_info(gpu)[0]) - activations[gpu] for gpu in gpus}
-
-
-def _check_known(params: Params, vocabulary_size: int) -> None:
-    """Raises ValueError for token ids in ``params`` that the model does not have."""
-    sequences: dict[str, Iterable[Any]] = {
-        "sequence_bias": (token_ids for token_ids, _ in params.sequence_bias or ()),
-        "bad_words_ids": params.bad_words_ids or (),
-        "suppress_tokens": [params.suppress_tokens or ()],
-        "begin_suppress_tokens": [params.begin_suppress_tokens or ()],
-    }
-    for name, each in sequences.items():
-        largest = max((token_id for token_ids in each for token_id in token_ids), default=0)
-        if largest >= vocabulary_size:
-            raise ValueError(f"{name} holds {shown(largest)}; the model knows ids 0 to {vocabulary_size - 1}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cowbeam.decoder.params import Params
 
 if TYPE_CHECKING:
-    from cowbeam.decoder.decoder import Prompt
+    from cowbeam.decoder.request_maker import Prompt
 
 # Rows in flight at a worker, as a multiple of those of its steps.
 BATCHES_AT_ONCE = 2

@@ -13,12 +13,12 @@ from typing import Any, Self
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cowbeam.decoder.counters import Counters, total
-from cowbeam.decoder.decoder import Prompt
 from cowbeam.decoder.default_model import resolve_default_model
 from cowbeam.decoder.hand_out import BUNDLES_AT_ONCE, Bundle, HandOut, Numbered
 from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import Params
 from cowbeam.decoder.ray_worker import Decoded, RayWorker
+from cowbeam.decoder.request_maker import Prompt
 from cowbeam.decoder.scheduler import MAX_ROWS
 
 # A bundle whose workers ended so many times ends the job: its lines are likely to be why.

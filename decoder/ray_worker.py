@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from cowbeam.decoder.batch_job import sentence_of
 from cowbeam.decoder.counters import Counters
-from cowbeam.decoder.decoder import Decoder, Prompt
+from cowbeam.decoder.decoder import Decoder
 from cowbeam.decoder.garbage import old_objects_left_alone
 from cowbeam.decoder.hand_out import Numbered
 from cowbeam.decoder.many_prompts import ManyPrompts
 from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import Params
+from cowbeam.decoder.request_maker import Prompt
 
 
 class Decoded(NamedTuple):

@@ -224,8 +224,8 @@ def _next_token(decoder: Decoder, is_affected: bool, honest: Tensor, corrupt: Te
     first, second = int(before.argmax()), int(after.argmax())
     return NextToken(
         is_affected=is_affected,
-        token_before=decoder._decode_text([first]),
-        token_after=decoder._decode_text([second]),
+        token_before=decoder.text_of([first]),
+        token_after=decoder.text_of([second]),
         probability_before=float(before[first]),
         probability_after=float(after[second]),
         logit_change=float((corrupt.float() - honest.float()).abs().max()),

@@ -40,11 +40,11 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from cowbeam.decoder import Decoder
 from cowbeam.decoder.batch_job import BatchJob, LineDefaults, PairDecoder
 from cowbeam.decoder.counters import Counters
-from cowbeam.decoder.decoder import Prompt
 from cowbeam.decoder.garbage import old_objects_left_alone
 from cowbeam.decoder.outputs import Outcome
 from cowbeam.decoder.params import Params
 from cowbeam.decoder.ray_batch import RayDecoders
+from cowbeam.decoder.request_maker import Prompt
 
 SEED = 1000
 
