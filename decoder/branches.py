@@ -121,6 +121,13 @@ class BranchTree:
             branch.last_block = branch.row = None
         self.num_blocks = 0
 
+    def blocks(self) -> list[Block]:
+        """Its distinct blocks, in the order in which ``replant`` takes them: O(blocks of all branches)."""
+        found: dict[Block, None] = {}
+        for branch in self.branches.values():
+            found |= dict.fromkeys(links(branch.last_block))
+        return list(found)
+
     def replant(self, prefix: Sequence[Block] = ()) -> list[tuple[Branch, int]]:
         """Give every branch the blocks of its slots, shared as they were; the caller has made sure of enough.
 

@@ -16,7 +16,8 @@ class Counters:
     ones that still hold what a later prompt may begin with. ``finished``: requests with a result. ``failed``: with an
     error. ``aborted``: dropped by their callers. ``preemptions``: times that a request gave its blocks back for older
     ones. ``prefill_tokens``: prompt tokens computed; ``reused_tokens``: those taken over from earlier requests;
-    ``recomputed_tokens``: computed once more after a preemption. ``decode_tokens``: generated tokens computed, those of
+    ``recomputed_tokens``: computed once more after a preemption; ``swapped_blocks``: brought back instead from the
+    host, where they waited. ``decode_tokens``: generated tokens computed, those of
     every branch. ``cow_copies``: blocks copied on write. ``turns``: of the engine. ``busy_seconds``: spent in turns;
     ``seconds``: since the decoder was made.
     """
@@ -33,6 +34,7 @@ class Counters:
     prefill_tokens: int
     reused_tokens: int
     recomputed_tokens: int
+    swapped_blocks: int
     decode_tokens: int
     cow_copies: int
     turns: int
@@ -66,6 +68,7 @@ class _Work:
     prefill_tokens: int = 0
     reused_tokens: int = 0
     recomputed_tokens: int = 0
+    swapped_blocks: int = 0
     decode_tokens: int = 0
     cow_copies: int = 0
 
@@ -74,6 +77,7 @@ class _Work:
         self.prefill_tokens += group.prefill_tokens
         self.reused_tokens += group.reused_tokens
         self.recomputed_tokens += group.recomputed_tokens
+        self.swapped_blocks += group.swapped_blocks
         self.decode_tokens += group.decode_tokens
         self.cow_copies += group.tree.num_cow_copies
 

@@ -27,6 +27,7 @@ from cowbeam.decoder.pool_size import blocks_that_fit
 from cowbeam.decoder.request_maker import Prompt, RequestMaker
 from cowbeam.decoder.run import Run, Watch
 from cowbeam.decoder.scheduler import MAX_ROWS
+from cowbeam.decoder.swap import DEFAULT_SWAP_MEMORY
 from cowbeam.decoder.trial import attention_path, check_choices, try_out
 
 
@@ -44,6 +45,8 @@ class Decoder:
         prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
             are not needed for anything else. Weights that change and adapters that are switched are noticed, but not
             what is written through ``.data``: call ``forget_prefixes`` then.
+        swap_memory: bytes on the host for the blocks of requests that must give way to older ones for a while; None
+            means 4 GiB beside a GPU and none beside a CPU. Who finds no room there is computed anew.
         max_rows: branches that decode together; who comes then waits, and a request of more runs by itself. More than
             512 seldom pay: the weights are read for so many already, and steps of more are not captured as CUDA graphs.
         compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
@@ -63,6 +66,7 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        swap_memory: int | None = None,
         prefix_reuse: bool = True,
         max_rows: int = MAX_ROWS,
         compile: bool | None = None,
@@ -71,13 +75,15 @@ class Decoder:
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
         check_choices(block_size, compile, prefix_reuse)
-        _check_knobs(num_blocks, memory_fraction, kv_memory, max_rows)
+        _check_knobs(num_blocks, memory_fraction, kv_memory, swap_memory, max_rows)
         self.model = model
         self._adapter = ModelAdapter(model, attention_path(attention, model, block_size))
         self._request_maker = RequestMaker(self._adapter, tokenizer)
         if compile is None:
             compile = self._adapter.path == "triton" and self._adapter.device.type == "cuda"
         shapes = try_out(self._adapter, block_size, compile=compile)
+        if swap_memory is None:
+            swap_memory = DEFAULT_SWAP_MEMORY if self._adapter.device.type == "cuda" else 0
         if num_blocks is None:
             num_blocks = blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
         try:
@@ -96,6 +102,7 @@ class Decoder:
             self.text_of,
             prefix_reuse=prefix_reuse,
             max_rows=max_rows,
+            swap_memory=swap_memory,
         )
 
     @classmethod
@@ -111,6 +118,7 @@ class Decoder:
         memory_fraction: float = 0.9,
         kv_memory: int | None = None,
         attention: Literal["auto", "triton", "torch"] = "auto",
+        swap_memory: int | None = None,
         prefix_reuse: bool = True,
         max_rows: int = MAX_ROWS,
         compile: bool | None = None,
@@ -150,6 +158,7 @@ class Decoder:
             memory_fraction=memory_fraction,
             kv_memory=kv_memory,
             attention=attention,
+            swap_memory=swap_memory,
             prefix_reuse=prefix_reuse,
             max_rows=max_rows,
             compile=compile,
@@ -411,10 +420,14 @@ def _is_one_prompt(prompts: Any) -> bool:
     return bool(prompts) and not isinstance(prompts[0], str | Sequence)
 
 
-def _check_knobs(num_blocks: int | None, memory_fraction: float, kv_memory: int | None, max_rows: int) -> None:
-    may_be_none = (("num_blocks", num_blocks), ("kv_memory", kv_memory))
-    for name, value in (*((name, value) for name, value in may_be_none if value is not None), ("max_rows", max_rows)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {shown(value)}")
+def _check_knobs(
+    num_blocks: int | None, memory_fraction: float, kv_memory: int | None, swap_memory: int | None, max_rows: int
+) -> None:
+    may_be_none = (("num_blocks", num_blocks, 1), ("kv_memory", kv_memory, 1), ("swap_memory", swap_memory, 0))
+    for name, value, least in (*(knob for knob in may_be_none if knob[1] is not None), ("max_rows", max_rows, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"{name} must be {'a positive' if least else 'a non-negative'} integer, got {shown(value)}"
+            )
     if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")

@@ -33,6 +33,7 @@ from cowbeam.decoder.sampling import Sampling
 from cowbeam.decoder.scheduler import MAX_ROWS, Part, Scheduler
 from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.strategy import Candidate, Continuation
+from cowbeam.decoder.swap import SwapSpace
 
 # Seconds that a turn waits where another caller waits for the engine.
 _COURTESY = 1e-4
@@ -52,6 +53,7 @@ class Engine:
         *,
         prefix_reuse: bool = False,
         max_rows: int = MAX_ROWS,
+        swap_memory: int = 0,
     ) -> None:
         self._adapter = adapter
         self._cache = cache
@@ -62,6 +64,7 @@ class Engine:
         self._looks_ahead = looks_ahead and adapter.can_look_ahead
         self._num_blocks = num_blocks
         self._max_rows = max_rows
+        self._swap_memory = swap_memory
         self._prefix_reuse = prefix_reuse and adapter.computes_pieces
         self._kv_bytes = kv_bytes
         self._decode_text = decode_text
@@ -78,6 +81,7 @@ class Engine:
         self.pool = BlockPool(self._num_blocks, self._cache.block_size, prefix_reuse=self._prefix_reuse)
         self._seen = self._adapter.weights_seen  # by what is in the pool
         self._scheduler = Scheduler(self.pool, self._max_rows)
+        self._swap_space = SwapSpace(self._cache, self._swap_memory)
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
         self._launched: torch.cuda.Event | None = None  # the last pass
@@ -91,7 +95,13 @@ class Engine:
         """Queue a request; turns of the engine advance it. Raises ValueError if it could never run."""
         with self._called():
             self._scheduler.check_fits(request)
-            group = Group(request, self.pool, self._kv_bytes, in_pieces=self._adapter.computes_pieces)
+            group = Group(
+                request,
+                self.pool,
+                self._kv_bytes,
+                in_pieces=self._adapter.computes_pieces,
+                swap_space=self._swap_space,
+            )
             if watch == "frames":
                 group.tree.events = []
             run = Run(group, CandidateSource(group, self._adapter.device), watch)
@@ -209,7 +219,9 @@ class Engine:
 
     def _next_pass(self) -> list[Part]:
         self._follow_owner()
-        return self._scheduler.next_pass()
+        parts = self._scheduler.next_pass()
+        self._launched = mark(self._batch.tables)  # who waited on the host is on its way back
+        return parts
 
     def _compute(self, parts: Sequence[Part]) -> Tensor | None:
         """Launch a pass: the logits [parts, vocabulary] after each part; None if all that was to compute was found."""
@@ -246,7 +258,8 @@ class Engine:
         """Begin a step of those that run, none if nobody does."""
         if all(group in but for group in self._scheduler.running):
             return None
-        self._scheduler.next_step()
+        if self._scheduler.next_step():
+            self._launched = mark(self._batch.tables)  # who had to go is on its way to the host
         groups = [group for group in self._scheduler.running if group not in but]
         if not groups:  # the oldest has its prompt to compute, and needed what they had
             return None

@@ -4,10 +4,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from cowbeam.decoder.backlog import Backlog, Piece
 from cowbeam.decoder.beam_search import BeamSearch
-from cowbeam.decoder.blocks import Block, BlockPool
+from cowbeam.decoder.blocks import Block, BlockId, BlockPool
 from cowbeam.decoder.branches import Branch, BranchTree, Event
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.diverse_beams import DiverseBeamSearch
@@ -76,13 +77,34 @@ def make_endings(request: Request) -> Endings:
     return Endings(request.eos_ids, request.params.max_new_tokens, request.stops, request.prompt_token_ids)
 
 
+class SwapRoom(Protocol):
+    """Where what blocks hold can wait: see `swap`."""
+
+    def save(self, block_ids: Sequence[BlockId]) -> Any:
+        """Copy them out; None if there is no room."""
+
+    def bring_back(self, saved: Any, block_ids: Sequence[BlockId]) -> None:
+        """Copy what was saved, or the last of it, into these blocks."""
+
+    def drop(self, saved: Any) -> None:
+        """Nobody will ask for it any more."""
+
+
 class Group:
     """One request in flight. ``branches`` are the live ones in rank order; before the first choice it is one.
 
     ``backlog`` is what it has slots for and has not computed; until that is empty it takes part in no step.
     """
 
-    def __init__(self, request: Request, pool: BlockPool, kv_bytes: KVBytes, *, in_pieces: bool = True) -> None:
+    def __init__(
+        self,
+        request: Request,
+        pool: BlockPool,
+        kv_bytes: KVBytes,
+        *,
+        in_pieces: bool = True,
+        swap_space: SwapRoom | None = None,
+    ) -> None:
         self.request = request
         self._in_pieces = in_pieces  # else each sequence is computed from its begin and at once
         self.strategy = make_strategy(request)
@@ -92,6 +114,9 @@ class Group:
         self.backlog = Backlog(may_cut=in_pieces)
         self.steps = self.decode_tokens = 0
         self.prefill_tokens = self.reused_tokens = self.recomputed_tokens = self.preemptions = 0
+        self.swapped_blocks = 0  # brought back after a preemption
+        self._swap_space = swap_space
+        self._swapped: Any = None  # what its blocks held
         self._kv_bytes = kv_bytes
         self._peak_blocks = self._peak_tokens = self._peak_copied = 0
         self._num_blocks_before: int | None = None  # it was preempted
@@ -131,13 +156,19 @@ class Group:
         """Reserve the prompt's slots, to be computed once for all branches to come; after a preemption, all slots."""
         pool = self.tree.pool
         prefix = self._find_prefix()
-        self._found, self._generation = None, pool.prefixes.generation
+        self._found = None
         start = len(prefix) * pool.block_size
+        if self._swapped is None:
+            self._generation = pool.prefixes.generation
         if self.branches:
-            for branch, first in self.tree.replant(prefix):
-                self._owe(branch, first)
+            owed = self.tree.replant(prefix)
             before = self._num_blocks_before
             assert self.tree.num_blocks == before, f"{self.tree.num_blocks} blocks for what had {before}"
+            if self._swapped is not None:
+                self._bring_back(prefix)
+            else:
+                for branch, first in owed:
+                    self._owe(branch, first)
         else:
             self.branches = [self.tree.plant(self.num_prompt_tokens, prefix)]
             self._owe(self.branches[0], start)
@@ -177,11 +208,32 @@ class Group:
         """Give every block back and be as before ``plant``, but for tokens and scores."""
         self.preemptions += 1
         self._num_blocks_before = self.tree.num_blocks
+        self._swap_out()
         self.tree.uproot()
         self.backlog.clear()
         if not self.steps:  # what was computed of the prompt will be computed again
             self.recomputed_tokens += self.prefill_tokens
             self.prefill_tokens = 0
+
+    def _swap_out(self) -> None:
+        """Save what the blocks hold, where that spares computing it: the next step must need nothing else."""
+        if self._swap_space is not None and self._in_pieces and self.steps and not self.backlog.num_tokens:
+            self._swapped = self._swap_space.save([block.block_id for block in self.tree.blocks()])
+
+    def _bring_back(self, prefix: Sequence[Block]) -> None:
+        assert self._swap_space is not None, "blocks were saved somewhere"
+        blocks = self.tree.blocks()[len(prefix) :]
+        self._swap_space.bring_back(self._swapped, [block.block_id for block in blocks])
+        self._swapped = None
+        self.swapped_blocks += len(blocks)
+        if self._may_be_found:
+            prompt, pool = self.request.prompt_token_ids, self.tree.pool
+            pool.enter_prefix(prompt, self.branches[0].block_table, len(prefix) * pool.block_size)
+
+    def _forget_swapped(self) -> None:
+        if self._swap_space is not None and self._swapped is not None:
+            self._swap_space.drop(self._swapped)
+            self._swapped = None
 
     @property
     def _may_be_found(self) -> bool:
@@ -248,6 +300,7 @@ class Group:
         for branch in self.branches:
             self._free(branch)
         self.branches = []
+        self._forget_swapped()
         self.backlog.clear()
 
     def _free(self, branch: Branch) -> None:
@@ -277,6 +330,7 @@ class Group:
             prefill_tokens=self.prefill_tokens,
             reused_tokens=self.reused_tokens,
             recomputed_tokens=self.recomputed_tokens,
+            swapped_blocks=self.swapped_blocks,
             preemptions=self.preemptions,
             decode_tokens=self.decode_tokens,
             cow_copies=self.tree.num_cow_copies,

@@ -73,9 +73,14 @@ class KVCache:
         self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in alike.values()]
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Of all layers; the first index is the block id."""
+        return [tensor for layer in self.layers for tensor in layer.tensors]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that torch holds for all layers, the scratch block included."""
-        return sum(tensor.untyped_storage().nbytes() for layer in self.layers for tensor in layer.tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     def copy(self, sources: Tensor, destinations: Tensor) -> None:
         """Run the step's copies, before anything of the step is written; [copies] each, idle where both are the same.

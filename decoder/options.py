@@ -94,6 +94,9 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         help="take over what was computed for an earlier prompt that begins alike (--no-prefix-reuse: compute it anew)",
     )
+    group.add_argument(
+        "--swap-memory", type=_num_bytes, metavar="SIZE", help="bytes on the host for preempted requests (4G on CUDA)"
+    )
     group.add_argument("--kv-memory", type=_num_bytes, metavar="SIZE", help="bytes of the pool on a CPU (2G)")
 
 
@@ -107,6 +110,7 @@ DECODER_OPTIONS = (
     "max_rows",
     "prefix_reuse",
     "kv_memory",
+    "swap_memory",
 )
 
 

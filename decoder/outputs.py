@@ -65,7 +65,8 @@ class DecodeStats:
 
     ``steps``: tokens chosen a sequence. ``prefill_tokens``: prompt tokens computed, each once; ``reused_tokens``: those
     taken over from an earlier request. ``preemptions``: times it gave its blocks back for older requests;
-    ``recomputed_tokens``: tokens computed once more after that. ``decode_tokens``: generated tokens computed.
+    ``recomputed_tokens``: tokens computed once more after that; ``swapped_blocks``: brought back from the host, where
+    they waited, instead. ``decode_tokens``: generated tokens computed.
     ``peak_blocks`` and ``peak_memory``: of this request alone. ``level``: how the model's K/V get into blocks
     (``model_levels``). ``attention``: the path its steps took ("triton", "torch", or "gathered": the model's own over
     gathered K/V). ``cuda_graphs``: they were replayed, not launched kernel by kernel. ``compiled``: by layers that
@@ -76,6 +77,7 @@ class DecodeStats:
     prefill_tokens: int
     reused_tokens: int
     recomputed_tokens: int
+    swapped_blocks: int
     preemptions: int
     decode_tokens: int
     cow_copies: int

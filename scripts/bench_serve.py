@@ -39,15 +39,17 @@ CHECKED = ("6x3-samples@40+12", "5x4-beams@33+9")
 def check(device: str, attention: str) -> bool:
     """On pools that hold all requests, and so few blocks that some are preempted. False where one has other tokens."""
     model = random_model("tiny", device, torch.float32)
-    for num_blocks in (200, 24):
-        with Decoder(model, block_size=8, num_blocks=num_blocks, attention=attention, compile=False) as decoder:
+    for num_blocks, swap_memory in ((200, 0), (24, 0), (24, 2**28)):
+        knobs = {"num_blocks": num_blocks, "swap_memory": swap_memory}
+        with Decoder(model, block_size=8, attention=attention, compile=False, **knobs) as decoder:
             for name in CHECKED:
                 try:
                     served = check_equality(decoder, Load.parse(name), seed=7)
                 except AssertionError as error:
                     print(f"{name}, {num_blocks} blocks: {error}")
                     return False
-                print(f"{name}: every request as alone, {num_blocks} blocks, {served.preemptions} preemptions")
+                print(f"{name}: every request as alone, {num_blocks} blocks, {served.preemptions} preemptions, "
+                      f"{served.swapped_blocks} blocks swapped")  # fmt: skip
     return True
 
 
@@ -66,7 +68,7 @@ def run_cowbeam(decoder: Decoder, load: Load, options: argparse.Namespace) -> di
         "device": clock.seconds(),
         "num_blocks": decoder.num_blocks,
     }
-    names = ("longest_wait", "peak_blocks", "turns", "preemptions", "recomputed_tokens", "cow_copies")
+    names = ("longest_wait", "peak_blocks", "turns", "preemptions", "recomputed_tokens", "swapped_blocks", "cow_copies")
     row |= {name: getattr(clocked, name) for name in names}
     if options.profile and clock.on_cuda:
         busy, kernels = kernel_seconds(lambda: serve(decoder, load, seed=2))
@@ -86,7 +88,7 @@ def show_cowbeam(load: Load, row: dict[str, Any]) -> None:
     print(f"              the wall time is {row['clocked_seconds'] / device - 1:.1%} above their sum")
     print(f"  pool        {row['peak_blocks']:,} of {row['num_blocks']:,} blocks at the peak, {row['preemptions']} "
           f"preemptions of {load.prompts} requests, {row['recomputed_tokens']:,} tokens computed once more, "
-          f"{row['cow_copies']:,} copies")  # fmt: skip
+          f"{row['swapped_blocks']:,} blocks swapped, {row['cow_copies']:,} copies")  # fmt: skip
     for name, count, seconds in row.get("kernels", []):
         print(f"  kernel      {seconds:.3f} s in {count:,} x {name[:90]}")
     if "kernel_seconds" in row:
@@ -122,7 +124,9 @@ def run_cases(model: PreTrainedModel, loads: dict[str, Load], options: argparse.
     peaks = Peaks.of(model.device, model.dtype)
     rows: list[dict[str, Any]] = []
     started = time.perf_counter()
-    knobs = {name: getattr(options, name) for name in ("block_size", "num_blocks", "attention", "compile")}
+    knobs = {
+        name: getattr(options, name) for name in ("block_size", "num_blocks", "swap_memory", "attention", "compile")
+    }
     # As in `cowbeam batch`: no collection of garbage goes through all that torch and the compiler have made.
     with Decoder(model, **knobs) as decoder, old_objects_left_alone():
         print(f"The decoder was made in {time.perf_counter() - started:.1f} s.", flush=True)
@@ -156,6 +160,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3, help="warm runs (3)")
     parser.add_argument("--profile", action="store_true", help="one more run by torch's profiler: time by kernel")
     parser.add_argument("--num-blocks", type=int, help="a pool of this size, to see preemption")
+    parser.add_argument("--swap-memory", type=int, help="bytes on the host for preempted requests (4 GiB; 0: compute)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype")
     parser.add_argument("--block-size", type=int, default=16)

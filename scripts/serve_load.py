@@ -75,6 +75,7 @@ class Served(NamedTuple):
     turns: int
     preemptions: int
     recomputed_tokens: int
+    swapped_blocks: int
     cow_copies: int
     results: list[DecodeResult]
 
@@ -125,6 +126,7 @@ def _served(
         after.turns - before.turns,
         preemptions,
         after.recomputed_tokens - before.recomputed_tokens,
+        after.swapped_blocks - before.swapped_blocks,
         after.cow_copies - before.cow_copies,
         results,
     )

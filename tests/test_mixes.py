@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from cowbeam.decoder import BeamSearchParams, Decoder, DecodeResult, Run, SamplingParams, scheduler
+from cowbeam.decoder.counters import Counters
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.scheduler import worst_case_blocks
 from fakes import FAMILIES, assert_unused, random_beam_settings, random_prompt, tiny_model
@@ -101,8 +102,8 @@ def decoder_for_one(family: str, block_size: int) -> Decoder:
     return Decoder(tiny_model(family), block_size=block_size, num_blocks=4096 // block_size, prefix_reuse=False)
 
 
-def check_mix(seed: int) -> tuple[int, int]:
-    """One random mix against runs alone; how many were preempted, and tokens that were taken over."""
+def check_mix(seed: int) -> Counters:
+    """One random mix against runs alone."""
     rng = random.Random(seed)
     family, block_size = rng.choice(sorted(FAMILIES)), rng.choice([1, 2, 4, 8, 16])
     jobs = random_jobs(rng)
@@ -119,6 +120,7 @@ def check_mix(seed: int) -> tuple[int, int]:
         num_blocks=num_blocks,
         prefix_reuse=reuse,
         max_rows=rng.choice([1, 8, *[512] * 8]),
+        swap_memory=rng.choice([0, 2**17, 2**30, 2**30]),
     )
     assert decoder._engine is not None
     decoder._engine._looks_ahead = looks_ahead
@@ -135,14 +137,14 @@ def check_mix(seed: int) -> tuple[int, int]:
     counters = decoder.counters()
     assert counters.live_blocks == 0
     assert reuse or counters.reused_tokens == counters.cached_blocks == 0
-    return counters.preemptions, counters.reused_tokens
+    return counters
 
 
 def test_random_mixes() -> None:
     """Preemption loses a group's beams (vLLM #8844), mixes up rows of different widths (TensorRT-LLM #7368)."""
     outcomes = [check_mix(seed) for seed in range(40)]
-    assert sum(preemptions > 0 for preemptions, _ in outcomes) >= 10
-    assert sum(reused > 0 for _, reused in outcomes) >= 10
+    for name, least in (("preemptions", 10), ("reused_tokens", 10), ("recomputed_tokens", 5), ("swapped_blocks", 5)):
+        assert sum(getattr(counters, name) > 0 for counters in outcomes) >= least, name
 
 
 @pytest.mark.long
