@@ -29,10 +29,13 @@ class DecodeInputs(StepRows):
     widest_group: int  # rows of the largest group
     owners: Sequence[StateOwner] = ()  # each row's branch, which holds its dense states where the model has such
 
-    def first(self, rows: int, widest_group: int) -> "DecodeInputs":
-        """The first rows alone."""
+    def first(self, sizes: Sequence[int]) -> "DecodeInputs":
+        """The first rows alone, now those of groups of these sizes: where groups begin does not move with the rows."""
+        rows = sum(sizes)
         kept: dict[str, Any] = {name: value[:rows] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **kept, widest_group=widest_group, owners=self.owners[:rows])
+        begins = [number == 0 for size in sizes for number in range(size)]
+        kept["group_starts"] = to_device(begins, torch.bool, self.group_starts.device)
+        return replace(self, **kept, widest_group=max(sizes), owners=())  # no step is taken ahead over dense states
 
     def to(self, device: torch.device) -> "DecodeInputs":
         """The same there, for layers that lie there."""

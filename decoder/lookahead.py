@@ -90,7 +90,7 @@ class Lookahead:
         if flight.is_whole:
             logits = self._graphs.decode_again()
         else:
-            logits = self._graphs.decode(self._graphs.inputs.first(flight.num_rows, max(map(len, flight.rows))))
+            logits = self._graphs.decode(self._graphs.inputs.first(list(map(len, flight.rows))))
         choices = ahead.choice_of_group
         for source, choice in zip(flight.sources, choices, strict=True):
             source.follow(choice.ranks, choice.tokens)

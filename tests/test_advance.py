@@ -26,9 +26,7 @@ class Walk:
         self.pool = BlockPool(2000, block_size)
         self.batch = Batch(block_size, self.device, SCRATCH)
         self.groups = [self.plant() for _ in range(self.rng.randint(1, 4))]
-        inputs = self.upload()
-        self.inputs = DecodeInputs(**{name: self.pad(name, value) for name, value in vars(inputs).items()})
-        self.padding = {name: value[self.num_rows :].clone() for name, value in self.tensors.items()}
+        self.fill_up(self.upload())
 
     def plant(self) -> Group:
         length, width = self.rng.randint(1, 3 * self.block_size), self.rng.choice([1, 2, 5, 16, 40])
@@ -56,8 +54,12 @@ class Walk:
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self.inputs).items() if isinstance(value, Tensor)}
 
-    def pad(self, name: str, value: object) -> object:
+    def fill_up(self, inputs: DecodeInputs) -> None:
         """As in a captured step: more rows and columns than are used."""
+        self.inputs = DecodeInputs(**{name: self.pad(name, value) for name, value in vars(inputs).items()})
+        self.padding = {name: value[len(inputs.token_ids) :].clone() for name, value in self.tensors.items()}
+
+    def pad(self, name: str, value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         columns = (0, 40) if name == "block_tables" else ()
@@ -68,11 +70,23 @@ class Walk:
         for _ in range(steps):
             self.step()
 
+    def divide(self) -> tuple[list[list[int]], list[Group]]:
+        """The rows of the groups that go on, and those that end here: one of twenty."""
+        staying = [number for number in range(len(self.groups)) if self.rng.random() < 0.95] or [0]
+        ending = [group for number, group in enumerate(self.groups) if number not in staying]
+        self.groups = [self.groups[number] for number in staying]
+        return [self.layout.rows_of_group[number] for number in staying], ending
+
     def step(self) -> None:
         """Both sides choose the same; then every number of theirs must be the same."""
-        upcoming = torch.tensor(self.pool.upcoming(self.num_rows), device=self.device)
+        num_rows = self.num_rows
+        rows_of_group, ending = self.divide()
+        sizes = list(map(len, rows_of_group))
+        upcoming = torch.tensor(self.pool.upcoming(sum(sizes)), device=self.device)
+        for group in ending:
+            group.free()
         parent_rows, tokens = [], []
-        for group, rows in zip(self.groups, self.layout.rows_of_group, strict=True):
+        for group, rows in zip(self.groups, rows_of_group, strict=True):
             parents = [self.rng.randrange(len(rows)) for _ in rows]
             if self.rng.random() < 0.2:
                 parents = list(range(len(rows)))  # as samples go on
@@ -83,11 +97,14 @@ class Walk:
             torch.tensor(parent_rows, device=self.device),
             torch.tensor(tokens, device=self.device),
             self.inputs,
-            tables_before=table[: self.num_rows].clone(),
+            tables_before=table[:num_rows].clone(),
             upcoming=upcoming,
             block_size=self.block_size,
             scratch_block=SCRATCH,
         )
+        if ending:
+            self.fill_up(self.inputs.first(sizes))
+            table = self.inputs.block_tables
         host = self.upload()
         assert row_of.tolist() == [row for rows in self.layout.rows_of_group for row in rows]
         for name in ("token_ids", "positions", "slots", "lengths", "copy_sources", "copy_destinations", "group_starts"):
@@ -101,6 +118,7 @@ class Walk:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(12))
 def test_the_device_makes_the_rows_that_the_host_makes(seed: int, block_size: int) -> None:
+    """Also where groups of other widths end: windows of attention lay across the others' borders from there on."""
     walk = Walk(seed, block_size)
     walk.go(40)
 

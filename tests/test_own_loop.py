@@ -140,6 +140,28 @@ def test_the_device_goes_on_with_the_others_where_a_group_takes_its_last_token(k
     assert_unused(decoder)
 
 
+def test_rows_that_move_up_are_those_of_their_groups_still():
+    """Groups of other widths ended; the others' windows of attention lay across their borders from there on."""
+    decoder = make_decoder()
+    decoder._engine._looks_ahead = True
+    of_each = [
+        SamplingParams(num_return_sequences=width, max_new_tokens=length, seed=1, eos_token_id=[])
+        for width, length in ((3, 4), (2, 9), (1, 6), (4, 9), (1, 7))
+    ]
+    runs = [decoder.add_request(PROMPT, of_one) for of_one in of_each]
+    widths_seen = set()
+    while not all(run.is_over for run in runs):
+        decoder.step()
+        if flight := decoder._engine._flight:
+            inputs = decoder._engine._graphs.inputs
+            widths = tuple(len(rows) for rows in flight.rows)
+            starts = [number == 0 for width in widths for number in range(width)]
+            assert inputs.group_starts.tolist() == starts
+            assert inputs.widest_group == max(widths)
+            widths_seen.add(widths)
+    assert widths_seen == {(3, 2, 1, 4, 1), (2, 1, 4, 1), (2, 4, 1), (2, 4)}
+
+
 def test_a_request_may_be_preempted_before_its_first_choice_lands(monkeypatch):
     monkeypatch.setattr(scheduler, "GROWTH_SET_ASIDE", 0.0)
     monkeypatch.setattr(scheduler, "MAX_PASS_TOKENS", 4)
