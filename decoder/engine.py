@@ -74,6 +74,7 @@ class Engine:
         self._aborted: deque[Run] = deque()
         self._ended: list[Run] = []
         self._tally = Tally()
+        self._launched: torch.cuda.Event | None = None  # by the turns so far
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -84,7 +85,6 @@ class Engine:
         self._swap_space = SwapSpace(self._cache, self._swap_memory)
         self._batch = Batch(self._cache.block_size, self._adapter.device, self._cache.scratch_block)
         self._flight: Flight | None = None
-        self._launched: torch.cuda.Event | None = None  # the last pass
         self._finished: deque[Run] = deque()  # out of the pool, their results not made yet
 
     def check_fits(self, request: Request) -> None:
@@ -138,13 +138,10 @@ class Engine:
         try:
             with on_device(self._adapter.device):
                 wait_for(self._launched)
-                # What is in flight lands first: its rows are those of the groups that run now.
-                if self._flight is not None or not self._scheduler.is_pass_due:
-                    self._decode()
-                else:
-                    parts = self._next_pass()
-                    self._begin(parts, self._compute(parts))
-                self._deliver()
+                try:
+                    self._go_on()
+                finally:  # not only what is in flight: steps that were dropped write into blocks, too
+                    self._launched = mark(self._batch.tables)
         except BaseException as error:
             # The turn may have stopped anywhere: no state of it is worth keeping.
             self._fail_all(error)
@@ -153,6 +150,15 @@ class Engine:
             self._in_turn = False
             self._tally.turns += 1
             self._tally.busy_seconds += time.perf_counter() - started
+
+    def _go_on(self) -> None:
+        # What is in flight lands first: its rows are those of the groups that run now.
+        if self._flight is not None or not self._scheduler.is_pass_due:
+            self._decode()
+        else:
+            parts = self._next_pass()
+            self._begin(parts, self._compute(parts))
+        self._deliver()
 
     def abort(self, run: Run) -> None:
         """Drop a request; its blocks are free on return, or at the end of a turn that another thread is in.
@@ -219,23 +225,19 @@ class Engine:
 
     def _next_pass(self) -> list[Part]:
         self._follow_owner()
-        parts = self._scheduler.next_pass()
-        self._launched = mark(self._batch.tables)  # who waited on the host is on its way back
-        return parts
+        return self._scheduler.next_pass()
 
     def _compute(self, parts: Sequence[Part]) -> Tensor | None:
         """Launch a pass: the logits [parts, vocabulary] after each part; None if all that was to compute was found."""
         if not parts:
             return None
-        logits = self._adapter.compute(
+        return self._adapter.compute(
             self._cache,
             [part.piece.token_ids for part in parts],
             [part.piece.block_table for part in parts],
             [part.piece.start for part in parts],
             [part.piece.owner for part in parts],
         )
-        self._launched = mark(logits)
-        return logits
 
     def _begin(self, parts: Sequence[Part], logits: Tensor | None) -> None:
         """Whose prompt is complete by a pass makes its first choice, while the others' next step runs."""
@@ -258,8 +260,7 @@ class Engine:
         """Begin a step of those that run, none if nobody does."""
         if all(group in but for group in self._scheduler.running):
             return None
-        if self._scheduler.next_step():
-            self._launched = mark(self._batch.tables)  # who had to go is on its way to the host
+        self._scheduler.next_step()
         groups = [group for group in self._scheduler.running if group not in but]
         if not groups:  # the oldest has its prompt to compute, and needed what they had
             return None

@@ -26,7 +26,6 @@ class Flight:
     rows: list[Tensor]  # each group's rows, in rank order
     given: list[Tensor]  # to each source: see `given_to`
     tables_before: Tensor | None = None  # the block tables of the step before, where the device laid this one out
-    launched: torch.cuda.Event | None = None
 
     @property
     def num_rows(self) -> int:

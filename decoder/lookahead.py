@@ -60,7 +60,7 @@ class Lookahead:
         rows = to_device(list(itertools.chain(*layout.rows_of_group)), torch.long, logits.device)
         of_group = list(torch.split(rows, list(map(len, layout.rows_of_group))))
         given = given_to(sources, logits.device)
-        return Flight(list(groups), list(sources), logits, of_group, given, launched=mark(logits))
+        return Flight(list(groups), list(sources), logits, of_group, given)
 
     def may_follow(self, flight: Flight, pool: BlockPool) -> bool:
         """A next step is sure to be needed unless all branches end early, and there is room for it."""
@@ -74,7 +74,6 @@ class Lookahead:
     @torch.inference_mode()
     def land(self, flight: Flight) -> Landing:
         """Propose candidates and send them to the host."""
-        wait_for(flight.launched)
         proposals = Proposals.of(flight)
         return Landing(proposals.packed, proposals.shares)
 
@@ -84,7 +83,6 @@ class Lookahead:
 
         Of a part of a step's groups, too: the others have landed before, and the next step is without them.
         """
-        wait_for(flight.launched)
         ahead = self._choices.choose(flight, pool.upcoming(flight.num_rows))
         landing = Landing(ahead.packed, ahead.proposals.shares)
         if flight.is_whole:
@@ -99,9 +97,7 @@ class Lookahead:
             choice.scores if source.is_beams else next(others)
             for source, choice in zip(flight.sources, choices, strict=True)
         ]
-        next_flight = Flight(
-            flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before, mark(logits)
-        )
+        next_flight = Flight(flight.groups, flight.sources, logits, ahead.rows, given, ahead.tables_before)
         return landing, next_flight
 
     def tables(self, flight: Flight) -> Tensor:
