@@ -33,6 +33,8 @@ class Surface {
     return context;
   }
   forgetSize() { this.width = 0; }
+  /* Does the page give it another size now than that in which it was drawn? */
+  get isOutgrown() { const { width, height } = this.element.getBoundingClientRect(); return Boolean(width && this.width) && (width !== this.width || height !== this.height); }
   setHeight(pixels) { const css = Math.round(pixels) + 'px'; if (this.element.style.height !== css) { this.element.style.height = css; this.forgetSize(); } }
 }
 

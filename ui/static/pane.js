@@ -1,9 +1,12 @@
 /* One search on screen: its trace, the step shown, its panels. A comparison has two panes on one clock. */
 
+/* A panel of which the window shows less than this, a heading, is not seen. */
+const EDGE = '-48px 0px';
+
 class Pane {
   constructor(root, palette, hooks) {
     Object.assign(this, { root, palette, hooks, store: new TraceStore(), state: null, run: null, shownRun: null, isWaiting: true, hover: {}, colour: 'sharers', rowOrder: 'tree',
-                          fitAll: false, logScale: false, isStill: false, shownAt: 0, headStart: 0, isPassing: false, isTreeDue: false, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set(), inView: new Set() });
+                          fitAll: false, logScale: false, isStill: false, shownAt: 0, headStart: 0, isLive: false, isPassing: false, isTreeDue: false, budget: 0, wrongEntry: null, wrongPlaces: null, dirty: new Set(), inView: new Set() });
     this.outputs = new Map([...root.querySelectorAll('[data-o]')].map(e => [e.dataset.o, e]));
     this.panels = { pool: new PoolPanel(this), tables: new TablesPanel(this), tree: new TreePanel(this), memory: new MemoryPanel(this) };
     this.inspector = new Inspector(this);
@@ -14,6 +17,7 @@ class Pane {
   button(name) { return this.root.querySelector(`[data-b=${name}]`); }
   canvas(name) { return this.root.querySelector(`canvas[data-c=${name}]`); }
 
+  get surfaces() { return [...Object.values(this.panels).map(panel => panel.surface), this.inspector.spark]; }
   get frame() { return this.store.frames[this.state.t - 1]; }
   /* Pool and tables stand side by side: one height, room for every branch's row. */
   get blocksHeight() { return Math.max(216, 16 + this.store.start.width * 17); }
@@ -42,23 +46,31 @@ class Pane {
     if (!this.isPassing) return this.showRest();
     this.inspector.settle();
     this.isTreeDue = !this.isTreeDue;
-    this.mark(...['pool', 'tables', ...(this.isTreeDue ? ['tree'] : [])].filter(name => this.inView.has(name)));
+    this.markSeen('pool', 'tables', ...(this.isTreeDue ? ['tree'] : []));
   }
 
-  /* All of it. While steps pass, what is not in view follows more slowly, and so do address and memory; the tree's words
-     cannot be read in passing, so that it is in every second picture. */
-  showRest() { if (this.state) { this.showTexts(); this.inspector.show(); this.mark('pool', 'tables', 'tree', 'memory'); } }
+  /* All of it. While steps pass, address and memory follow more slowly; the tree's words cannot be read in passing, so
+     that it is in every second picture. While the run grows, what is not in view waits until it is. */
+  showRest() {
+    if (!this.state) return;
+    this.showTexts();
+    if (this.sees('address')) this.inspector.show(); else this.inspector.settle();
+    this.markSeen('pool', 'tables', 'tree', 'memory');
+  }
 
   showTexts() {
     if (!this.state) return;
-    showFigures(this);
-    if (!this.isPassing || this.inView.has('branches')) showBranches(this);
-    if (!this.isPassing || this.inView.has('log')) showEvents(this);
+    if (this.sees('tiles')) showFigures(this);
+    if (this.sees('branches')) showBranches(this);
+    if (this.sees('events')) showEvents(this);
   }
+
+  sees(part) { return !this.isLive || this.inView.has(part); }
 
   /* How far the marks of this step have faded: 0 to 1. */
   age(milliseconds) { return this.isStill ? 1 : Math.min(1, (performance.now() - this.shownAt) / milliseconds); }
 
+  markSeen(...panels) { this.mark(...panels.filter(name => this.sees(name))); }
   mark(...panels) { for (const panel of panels) this.dirty.add(panel); this.hooks.wake(); }
 
   /* Draws what is marked; what still moves stays marked. */
@@ -122,9 +134,10 @@ class Pane {
 
   listen() {
     const seen = new IntersectionObserver(entries => {
-      for (const { target, isIntersecting } of entries) this.inView[isIntersecting ? 'add' : 'delete'](target.dataset.c ?? target.dataset.o);
-    });
-    for (const part of this.root.querySelectorAll('canvas, .branches, .log')) seen.observe(part);
+      for (const { target: { dataset }, isIntersecting } of entries) this.inView[isIntersecting ? 'add' : 'delete'](dataset.panel);
+      if (this.isLive && entries.some(entry => entry.isIntersecting)) this.showRest();
+    }, { rootMargin: EDGE });
+    for (const part of this.root.querySelectorAll('[data-panel]')) seen.observe(part);
     const pool = this.canvas('pool'), tables = this.canvas('tables'), tree = this.canvas('tree');
     const on = (canvas, find) => {
       const use = (e, pin) => {

@@ -6,7 +6,7 @@
 const PICTURE_SHARE = { cpu: 120, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 400;
 
 /* Live, what moves a pixel a step or cannot be read in passing (the curves over the steps, the address of the newest
-   token) follows this often, and so does what is not in view. */
+   token) follows this often; what is not in view waits until it is. */
 const WHOLE_MS = 1200;
 
 /* Live, the next picture is of a later step: arcs are whole at once. */
@@ -37,6 +37,7 @@ class Scope {
   get shown() { return this.panes.filter(pane => !pane.root.hidden && pane.store.start); }
   get stores() { return this.shown.map(pane => pane.store); }
   get pane() { return this.panes[0]; }
+  get surfaces() { return [this.timeline.surface, ...this.panes.flatMap(pane => pane.surfaces)]; }
 
   /* Two curves are compared on one scale. */
   memoryHigh() { return this.shown.length < 2 ? 0 : Math.max(...this.shown.flatMap(({ store }) => store.frames.map(frame => Math.max(frame.mem.used, frame.mem.copies)))); }
@@ -96,7 +97,7 @@ class Scope {
     this.isBehind = clock.isLive && clock.isGrowing && clock.liveNow < clock.liveStep;
     const isPassing = clock.isLive && clock.isGrowing && performance.now() < this.wholeAt + WHOLE_MS;
     if (!isPassing) this.wholeAt = performance.now();
-    for (const pane of this.shown) pane.isPassing = isPassing;
+    for (const pane of this.shown) Object.assign(pane, { isPassing, isLive: clock.isLive && clock.isGrowing });
     put(this.output('seek'), 'max', String(Math.max(1, clock.last)));
     if (clock.isLive || !clock.t) clock.follow();
     else if (this.shown.some(pane => pane.store.last && !pane.state)) this.show(clock.t);
@@ -107,8 +108,8 @@ class Scope {
 
   /* What passing steps left out, as soon as the cursor stays. */
   showRest() {
-    if (this.clock.isLive && this.clock.isGrowing || !this.panes.some(pane => pane.isPassing)) return;
-    for (const pane of this.shown) { pane.isPassing = false; pane.showRest(); }
+    if (this.clock.isLive && this.clock.isGrowing || !this.panes.some(pane => pane.isLive)) return;
+    for (const pane of this.shown) { pane.isLive = pane.isPassing = false; pane.showRest(); }
     this.markTime(); this.badges.show();
   }
 
@@ -116,7 +117,7 @@ class Scope {
 
   show(t) {
     const isLive = this.clock.isLive && this.clock.isGrowing;
-    for (const pane of this.shown) { pane.headStart = isLive ? ARC_MS : 0; pane.isPassing &&= isLive; pane.show(isLive ? Math.min(t, this.clock.paceOf(pane.store)) : t); }
+    for (const pane of this.shown) { pane.headStart = isLive ? ARC_MS : 0; pane.isLive = isLive; pane.isPassing &&= isLive; pane.show(isLive ? Math.min(t, this.clock.paceOf(pane.store)) : t); }
     this.textIsDue = this.pane.isPassing;
     if (!this.textIsDue) { this.showTexts(); this.markTime(); }
   }
@@ -249,8 +250,8 @@ class Scope {
     this.root.querySelector('.kv-table').addEventListener('toggle', () => { if (this.pane.state) this.output('table').replaceChildren(stepTable(this.shown)); });
     this.host.addEventListener('keydown', e => this.key(e));
     this.still.addEventListener('change', () => { for (const pane of this.panes) pane.isStill = this.still.matches; });
-    const resized = new ResizeObserver(() => this.restyle());
-    resized.observe(this.root);
+    const resized = new ResizeObserver(() => { if (this.surfaces.some(surface => surface.isOutgrown)) this.restyle(); });
+    for (const { element } of this.surfaces) resized.observe(element);
     new MutationObserver(() => this.restyle()).observe(document.body, { attributes: true, attributeFilter: ['class'] });
     document.fonts?.ready.then(() => this.restyle());
   }
