@@ -37,7 +37,7 @@ from cowbeam.ui.theme import theme
 DEFAULT_PORT = 7860
 
 # Seconds after which the server looks again whether a visitor pressed something.
-QUEUE_SLEEP = 0.02
+QUEUE_SLEEP = 0.05
 
 # On a narrow page prompt, Generate and the picture come first. Gradio does not draw what is folded from the start.
 FOLD_SETTINGS = """() => {

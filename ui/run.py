@@ -25,7 +25,7 @@ class Run:
         self.failure: str | None = None
         self.stop = threading.Event()
         self._lines: list[str] = []
-        self._is_over = False
+        self._over = threading.Event()  # apart from what is new, so that who waits for the end sleeps through the steps
         self._changed = threading.Condition()
 
     def append(self, record: Record) -> None:
@@ -42,8 +42,8 @@ class Run:
 
     def finish(self) -> None:
         """No record will follow."""
+        self._over.set()
         with self._changed:
-            self._is_over = True
             self._changed.notify_all()
 
     @property
@@ -56,13 +56,12 @@ class Run:
 
     def wait_until_over(self, timeout: float) -> bool:
         """False if it is not over after ``timeout`` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._is_over, timeout)
+        return self._over.wait(timeout)
 
     @property
     def is_over(self) -> bool:
         """No record will follow."""
-        return self._is_over
+        return self._over.is_set()
 
     def lines_from(self, number: int) -> list[str]:
         """The records from ``number`` on."""
@@ -72,8 +71,9 @@ class Run:
     def wait(self, number: int, timeout: float) -> tuple[list[str], bool]:
         """The records from ``number`` on, after at most ``timeout`` seconds, and whether more may follow."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._lines) > number or self._is_over, timeout)
-            return self._lines[number:], not self._is_over
+            self._changed.wait_for(lambda: len(self._lines) > number or self.is_over, timeout)
+            is_over = self.is_over  # before what is new is read: nothing is appended after it
+            return self._lines[number:], not is_over
 
 
 def to_json(value: Any) -> str:
