@@ -29,7 +29,7 @@ from cowbeam.ui.form import (
     searches,
     searches_again,
 )
-from cowbeam.ui.frontend import read_static, script
+from cowbeam.ui.frontend import MOUNT, read_static, script
 from cowbeam.ui.session import Sessions, refusal
 from cowbeam.ui.settings import in_form_words
 from cowbeam.ui.theme import theme
@@ -61,7 +61,7 @@ def build_app(sessions: Sessions) -> gr.Blocks:
             view = gr.HTML(
                 value="",
                 html_template="",  # the script brings its own (frontend.py)
-                js_on_load=script(COMPARISONS=COMPARISONS, IDEAS={e.values["prompt"]: e.shows for e in EXAMPLES}),
+                js_on_load=MOUNT,
                 apply_default_css=False,
                 server_functions=answers.server_functions(sessions),
                 padding=False,
@@ -154,11 +154,16 @@ def launch(app: gr.Blocks, *, host: str, port: int, share: bool = False, block: 
         enable_monitoring=False,
         ssr_mode=False,
         footer_links=["api"],
-        app_kwargs={"middleware": [Middleware(FirstScript, script=read_static("frames.js"))]},
+        app_kwargs={"middleware": [Middleware(FirstScript, script=_head_script())]},
         show_error=True,
         quiet=True,
         prevent_thread_lock=not block,
     )
+
+
+def _head_script() -> str:
+    ideas = {example.values["prompt"]: example.shows for example in EXAMPLES}
+    return read_static("frames.js") + script(COMPARISONS=COMPARISONS, IDEAS=ideas)
 
 
 def _let_the_queue_sleep(app: gr.Blocks) -> None:

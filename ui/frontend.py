@@ -2,7 +2,9 @@
 
 The script puts the template and its style sheet in place, once. Handed to Gradio as ``html_template`` and
 ``css_template`` they would be compiled, evaluated and, the sheet, parsed again with every message of a run, and the
-whole document styled anew. No text of a model or a visitor ever enters them.
+whole document styled anew. Nor is the script itself Gradio's to hold: as ``js_on_load`` it would be copied, 160
+kilobytes of it, with every message; the page's head has it (first_script.py). No text of a model or a visitor ever
+enters them.
 """
 
 import json
@@ -36,7 +38,8 @@ SCRIPTS = (
     "feed.js",
     "scope.js",
 )
-MOUNT = "mountScope(element, { props, watch, server, trigger });"
+# Gradio's ``js_on_load``, in which it looks for the names of events.
+MOUNT = 'mountCowbeam(element, { props, watch, server, trigger });  // triggers "rerun"'
 
 
 def read_static(name: str) -> str:
@@ -45,13 +48,14 @@ def read_static(name: str) -> str:
 
 
 def script(**constants: Any) -> str:
-    """All scripts as the body of one function: nothing of it becomes a global name but ``window.cowbeam``.
+    """All scripts as one function: no name of theirs becomes global but ``window.cowbeam`` and ``mountCowbeam``.
 
     ``constants`` are what Python knows and the scripts use, by name.
     """
     constants = {"TEMPLATE": read_static("scope.html"), "STYLE": read_static("scope.css"), **constants}
     given = [f"const {name} = {to_json(value)};" for name, value in constants.items()]
-    return "\n".join([*given, *map(read_static, SCRIPTS), MOUNT])
+    body = "\n".join([*given, *map(read_static, SCRIPTS)])
+    return f"window.mountCowbeam = (host, gradio) => {{\n{body}\nmountScope(host, gradio);\n}};"
 
 
 @cache
