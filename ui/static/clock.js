@@ -45,8 +45,10 @@ class Clock {
   goLive() { this.isLive = true; this.isPlaying = false; this.show(this.liveNow); this.onChange(); }
   follow() { if (this.isLive || !this.t) this.show(this.liveNow); }
 
-  toggle() { if (this.isPlaying || this.isLive && this.isGrowing) this.pause(); else this.play(); }
+  toggle() { if (this.isPlaying || this.isFollowing) this.pause(); else this.play(); }
   get isGrowing() { return this.stores().some(store => store.start && !store.end); }
+  /* Does it go along with a run that goes on? */
+  get isFollowing() { return this.isLive && this.isGrowing; }
   pause() { this.isPlaying = this.isLive = false; this.onChange(); }
   play() {
     if (this.t >= this.liveStep) this.show(1);

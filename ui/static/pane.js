@@ -49,8 +49,8 @@ class Pane {
     this.markSeen('pool', 'tables', ...(this.isTreeDue ? ['tree'] : []));
   }
 
-  /* All of it. While steps pass, address and memory follow more slowly; the tree's words cannot be read in passing, so
-     that it is in every second picture. While the run grows, what is not in view waits until it is. */
+  /* All of it. While steps pass, address and memory follow more slowly; neither the tree's words nor numbers can be read
+     in passing, so that the one and the others are in every second picture in turn. While the run grows, what is not in view waits until it is. */
   showRest() {
     if (!this.state) return;
     this.showTexts();

@@ -2,8 +2,8 @@
 
 /* A model on a CPU may be computing on the cores that draw: one part in 120 of this thread's time goes into pictures that
    nobody asked for then (of new steps, of marks that fade), one in 3 beside a GPU; but there is one at least every
-   LONGEST_GAP_MS. */
-const PICTURE_SHARE = { cpu: 120, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 400;
+   LONGEST_GAP_MS: two a second. */
+const PICTURE_SHARE = { cpu: 120, others: 3 }, SHORTEST_GAP_MS = 33, LONGEST_GAP_MS = 480;
 
 /* Live, what moves a pixel a step or cannot be read in passing (the curves over the steps, the address of the newest
    token) follows this often; what is not in view waits until it is. */
@@ -94,10 +94,10 @@ class Scope {
 
   catchUp() {
     const { clock } = this;
-    this.isBehind = clock.isLive && clock.isGrowing && clock.liveNow < clock.liveStep;
-    const isPassing = clock.isLive && clock.isGrowing && performance.now() < this.wholeAt + WHOLE_MS;
+    this.isBehind = clock.isFollowing && clock.liveNow < clock.liveStep;
+    const isPassing = clock.isFollowing && performance.now() < this.wholeAt + WHOLE_MS;
     if (!isPassing) this.wholeAt = performance.now();
-    for (const pane of this.shown) Object.assign(pane, { isPassing, isLive: clock.isLive && clock.isGrowing });
+    for (const pane of this.shown) Object.assign(pane, { isPassing, isLive: clock.isFollowing });
     put(this.output('seek'), 'max', String(Math.max(1, clock.last)));
     if (clock.isLive || !clock.t) clock.follow();
     else if (this.shown.some(pane => pane.store.last && !pane.state)) this.show(clock.t);
@@ -108,7 +108,7 @@ class Scope {
 
   /* What passing steps left out, as soon as the cursor stays. */
   showRest() {
-    if (this.clock.isLive && this.clock.isGrowing || !this.panes.some(pane => pane.isLive)) return;
+    if (this.clock.isFollowing || !this.panes.some(pane => pane.isLive)) return;
     for (const pane of this.shown) { pane.isLive = pane.isPassing = false; pane.showRest(); }
     this.markTime(); this.badges.show();
   }
@@ -116,10 +116,10 @@ class Scope {
   /* ---- what is shown ---- */
 
   show(t) {
-    const isLive = this.clock.isLive && this.clock.isGrowing;
+    const isLive = this.clock.isFollowing;
     for (const pane of this.shown) { pane.headStart = isLive ? ARC_MS : 0; pane.isLive = isLive; pane.isPassing &&= isLive; pane.show(isLive ? Math.min(t, this.clock.paceOf(pane.store)) : t); }
-    this.textIsDue = this.pane.isPassing;
-    if (!this.textIsDue) { this.showTexts(); this.markTime(); }
+    this.textIsDue = this.pane.isPassing && !this.pane.isTreeDue;
+    if (!this.pane.isPassing) { this.showTexts(); this.markTime(); }
   }
 
   /* While steps pass, after the picture is drawn: text on a canvas lays out the document that was written to before. */
@@ -142,7 +142,7 @@ class Scope {
   showButtons() {
     const { clock } = this, press = (name, on) => { for (const b of this.root.querySelectorAll(`[data-b=${name}]`)) put(b, 'ariaPressed', String(on)); };
     press('live', clock.isLive); press('fit', this.pane.fitAll); press('log', this.pane.logScale);
-    const play = this.root.querySelector('[data-b=play]'), runs = clock.isPlaying || clock.isLive && clock.isGrowing;
+    const play = this.root.querySelector('[data-b=play]'), runs = clock.isPlaying || clock.isFollowing;
     setText(play, runs ? 'pause' : 'play'); put(play, 'ariaLabel', runs ? 'Pause' : 'Play');
     put(this.root.dataset, 'playing', clock.isPlaying ? '1' : '0');
     this.showRest(); this.wake();
