@@ -3,6 +3,9 @@
 /* A panel of which the window shows less than this, a heading, is not seen. */
 const EDGE = '-48px 0px';
 
+/* Lists that are not in view are laid out this long after the cursor has come to rest: they are half of the page's boxes. */
+const LATER_MS = 60;
+
 class Pane {
   constructor(root, palette, hooks) {
     Object.assign(this, { root, palette, hooks, store: new TraceStore(), state: null, run: null, shownRun: null, isWaiting: true, hover: {}, colour: 'sharers', rowOrder: 'tree',
@@ -61,8 +64,14 @@ class Pane {
   showTexts() {
     if (!this.state) return;
     if (this.sees('tiles')) showFigures(this);
-    if (this.sees('branches')) showBranches(this);
-    if (this.sees('events')) showEvents(this);
+    this.showLists(part => this.inView.has(part));
+    clearTimeout(this.later);
+    if (!this.isLive) this.later = setTimeout(() => { if (this.state && !this.isLive) this.showLists(part => !this.inView.has(part)); }, LATER_MS);
+  }
+
+  showLists(isDue) {
+    if (isDue('branches')) showBranches(this);
+    if (isDue('events')) showEvents(this);
   }
 
   sees(part) { return !this.isLive || this.inView.has(part); }
