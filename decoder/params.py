@@ -81,6 +81,10 @@ class _Params:
         check_flag("renormalize_logits", self.renormalize_logits)
         check_seed(self.seed)
         self._keep(
+            temperature=float(self.temperature),  # transformers' processors take no integers for these
+            top_p=float(self.top_p),
+            min_p=float(self.min_p),
+            repetition_penalty=float(self.repetition_penalty),
             sequence_bias=field_checks.sequence_bias(self.sequence_bias),
             bad_words_ids=field_checks.token_sequences("bad_words_ids", self.bad_words_ids),
             suppress_tokens=field_checks.token_ids("suppress_tokens", self.suppress_tokens),
@@ -92,7 +96,7 @@ class _Params:
         )
 
     def _keep(self, **fields: Any) -> None:
-        """As they were checked: lists as tuples."""
+        """As they were checked: lists as tuples, numbers as floats."""
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 

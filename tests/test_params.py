@@ -1,12 +1,14 @@
 """Params: every field refuses what it cannot use, by name and value, and none is dropped silently."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 from transformers import GenerationConfig
 
-from cowbeam.decoder import BeamSearchParams, SamplingParams
+from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
+from fakes import tiny_model
 
 HUGE = 10**400
 
@@ -97,6 +99,19 @@ def test_params_are_frozen_and_compare_by_value() -> None:
     assert hash(params) == hash(BeamSearchParams(eos_token_id=(3, 2)))
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.num_beams = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, functools.partial(BeamSearchParams, do_sample=True)])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty"])
+def test_whole_numbers_are_numbers(kind: Any, field: str) -> None:
+    """transformers' processors refuse some: ``{"temperature": 2}`` in a line of a batch job ended the whole job."""
+    whole = 1 if field in ("top_p", "min_p") else 2
+    decoder = Decoder(tiny_model("llama"), num_blocks=64)
+    tokens = []
+    for number in (whole, float(whole)):
+        result = decoder.generate([5, 9, 2], kind(**{field: number}, max_new_tokens=6, seed=3))
+        tokens.append([completion.token_ids for completion in result.completions])
+    assert tokens[0] == tokens[1]
 
 
 def test_a_generation_config_gives_the_same_settings() -> None:
