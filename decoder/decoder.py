@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, get_args, overload
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ class Decoder:
         block_size: slots a block, a power of two (the Triton path takes 8 to 32768).
         num_blocks: size of the pool; None derives it from memory.
         memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
-        kv_memory: on a CPU, bytes of the pool (2 GiB).
+        kv_memory: bytes of the pool, in place of that share; None means 2 GiB on a CPU.
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
         prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
             are not needed for anything else. Weights that change and adapters that are switched are noticed, but not
@@ -88,7 +88,7 @@ class Decoder:
             num_blocks = blocks_that_fit(self._adapter, shapes, block_size, memory_fraction, kv_memory)
         try:
             cache = KVCache(shapes, num_blocks, block_size)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # torch's sizes have 64 bits
             size = num_blocks * block_size * kv_bytes(shapes).per_token
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} tokens take {size:,} bytes, too many here"
@@ -138,6 +138,8 @@ class Decoder:
         Raises:
             ValueError: the model cannot be found, loaded or decoded over blocks.
         """
+        if not isinstance(name_or_path, str | os.PathLike | None):
+            raise ValueError(f"name_or_path must be a hub name or a path, got {shown(name_or_path)}")
         name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
         _check_folder(name)
         device = _usable_device(device)
@@ -232,6 +234,8 @@ class Decoder:
         self.check_ready()
         if isinstance(prompts, str | bytes) or (isinstance(prompts, Sequence) and prompts and _is_one_prompt(prompts)):
             raise ValueError("generate_many takes an iterable of prompts, got one prompt")
+        if not isinstance(prompts, Iterable):
+            raise ValueError(f"generate_many takes an iterable of prompts, got {shown(prompts)}")
         if params is None or isinstance(params, BeamSearchParams | SamplingParams):
             pairs: Iterable[tuple[Prompt, Any]] = ((prompt, params) for prompt in prompts)
         else:
@@ -300,6 +304,8 @@ class Decoder:
         ``run.frames``, ``watch="tokens"`` the tokens of samples in ``run.tokens``. Raises ValueError for what cannot be
         decoded.
         """
+        if watch is not None and watch not in get_args(Watch):
+            raise ValueError(f'watch must be "frames", "tokens" or None, got {shown(watch)}')
         request = prompt if isinstance(prompt, Request) else self.prepare(prompt, params)
         return self._running_engine().add_request(request, watch=watch)
 
@@ -429,5 +435,6 @@ def _check_knobs(
             raise ValueError(
                 f"{name} must be {'a positive' if least else 'a non-negative'} integer, got {shown(value)}"
             )
-    if not isinstance(memory_fraction, int | float) or not 0 < memory_fraction <= 1:
+    is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
+    if not is_number or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")

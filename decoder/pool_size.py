@@ -17,7 +17,7 @@ STATES_BESIDE_POOL = 64
 def blocks_that_fit(
     adapter: ModelAdapter, shapes: Sequence[LayerShape], block_size: int, memory_fraction: float, kv_memory: int | None
 ) -> int:
-    """As many as memory holds: on a GPU what is left after the weights and a trial step, on a CPU ``kv_memory``.
+    """As many as ``kv_memory`` holds; None: as what a GPU has left after the weights and a trial step, or 2 GiB.
 
     Of several devices the one that holds the fewest, for its layers, decides.
     """
@@ -33,7 +33,8 @@ def blocks_that_fit(
             memory = int(memory_fraction * left[device]) - 2 * STATES_BESIDE_POOL * adapter.state_bytes
             bytes_per_block = block_size * kv_bytes(there).per_token
         if memory < bytes_per_block:
-            raise ValueError(f"{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
+            given = "" if kv_memory is None else f"kv_memory={kv_memory}: "
+            raise ValueError(f"{given}{memory} bytes hold no block: one of {block_size} tokens takes {bytes_per_block}")
         fitting.append(memory // bytes_per_block)
     return min(fitting, default=MAX_EMPTY_BLOCKS)  # where no layer keeps K/V blocks only count tokens
 

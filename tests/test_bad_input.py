@@ -139,7 +139,9 @@ def test_the_largest_request_that_fits_runs() -> None:
         ({"memory_fraction": "all"}, "memory_fraction must be a number above 0 and at most 1, got 'all'"),
         ({"memory_fraction": float("nan")}, "memory_fraction must be a number above 0 and at most 1, got nan"),
         ({"kv_memory": "2GB"}, "kv_memory must be a positive integer, got '2GB'"),
-        ({"kv_memory": 10}, "10 bytes hold no block: one of 16 tokens takes 4096"),
+        ({"memory_fraction": True}, "memory_fraction must be a number above 0 and at most 1, got True"),
+        ({"num_blocks": 2**70}, r"1180591620717411303424 blocks of 16 tokens take [\d,]+ bytes, too many here"),
+        ({"kv_memory": 10}, "kv_memory=10: 10 bytes hold no block: one of 16 tokens takes 4096"),
         ({"max_rows": 0}, "max_rows must be a positive integer, got 0"),
         ({"max_rows": 64.0}, "max_rows must be a positive integer, got 64.0"),
         ({"max_rows": None}, "max_rows must be a positive integer, got None"),
@@ -154,6 +156,16 @@ def test_the_largest_request_that_fits_runs() -> None:
 def test_knobs(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Decoder(tiny_model("llama"), **knobs)
+
+
+def test_arguments_of_another_type(decoder: Decoder) -> None:
+    """An unknown ``watch`` watched nothing without a word; the others were TypeErrors."""
+    with pytest.raises(ValueError, match=r'^watch must be "frames", "tokens" or None, got \'frame\'$'):
+        decoder.add_request(PROMPT, GOOD, watch="frame")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^generate_many takes an iterable of prompts, got 7$"):
+        decoder.generate_many(7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^name_or_path must be a hub name or a path, got 7$"):
+        Decoder.from_pretrained(7)  # type: ignore[arg-type]
 
 
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
