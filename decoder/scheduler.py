@@ -3,7 +3,7 @@
 First come, first served. A group is admitted when there is room for its rows in a step, and in the pool for what it
 holds at first (its prompt once) and for a part of what all may still grow by; not for the worst case, which most groups
 never come near. When a step needs more blocks than are free, the youngest group gives all of its back and waits in
-front of the others for room to compute them anew.
+front of the others for room to go on: by what was saved of them (`swap`), or by computing them anew.
 The oldest never does: its worst case fits the pool, so it always gets on, and everybody is the oldest at last.
 
 Prompts are computed in passes of a bounded number of tokens. Passes and steps take turns, so neither long prompts nor

@@ -34,7 +34,7 @@ class SwappedBlocks:
 
 
 class SwapSpace:
-    """Room for ``capacity`` bytes, taken when it is first needed.
+    """Room for ``capacity`` bytes in whole chunks (none where it holds not one), taken when it is first needed.
 
     Copies run on the current stream, one behind the other: blocks may be given away as soon as they are being saved.
     """
