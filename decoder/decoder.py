@@ -74,6 +74,8 @@ class Decoder:
         model = inside_wrapper(model)
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
+        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise ValueError(f"tokenizer must be the model's tokenizer or None, got {shown(tokenizer)}")
         check_choices(block_size, compile, prefix_reuse)
         _check_knobs(num_blocks, memory_fraction, kv_memory, swap_memory, max_rows)
         self.model = model
@@ -143,6 +145,8 @@ class Decoder:
         name = resolve_default_model() if name_or_path is None else os.fspath(name_or_path)
         _check_folder(name)
         device = _usable_device(device)
+        if not _is_dtype(dtype):
+            raise ValueError(f"dtype={shown(dtype)} is none of torch's")
         try:
             if dtype is None:
                 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -411,11 +415,17 @@ def _check_folder(name: str) -> None:
 def _usable_device(device: str | torch.device | None) -> torch.device:
     """The device; None means CUDA if there is one. Raises ValueError for one that is not here."""
     try:
-        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
         torch.empty(0, device=found)
     except Exception as error:  # torch says it by a RuntimeError, an AssertionError, a NotImplementedError, …
         raise ValueError(f"device={shown(device)} cannot be used: {first_line(error)}") from error
     return found
+
+
+def _is_dtype(dtype: Any) -> bool:
+    """None and "auto" stand for one."""
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return dtype in (None, "auto") or isinstance(named, torch.dtype)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

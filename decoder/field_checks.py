@@ -44,7 +44,7 @@ def eos_ids(given: Any) -> TokenIds | None:
     if given is None:
         return None
     try:
-        each: list[Any] = [given] if isinstance(given, int | str) else list(given)
+        each: list[Any] = [given] if isinstance(given, int | str | bytes) else list(given)
     except TypeError:
         raise ValueError(f"eos_token_id must be token ids, got {shown(given)}") from None
     ids = [int(i) if hasattr(i, "__index__") and not isinstance(i, bool) else i for i in each]

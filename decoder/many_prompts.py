@@ -55,10 +55,10 @@ class ManyPrompts:
             self._decoder.check_ready()
             try:
                 request = self._decoder.prepare(*pair)
+                self._runs[index] = (request, self._decoder.add_request(request))
             except Exception as error:  # a tokenizer may raise anything, and it is this prompt's alone
                 yield Outcome(index, None, _plain(error))
             else:
-                self._runs[index] = (request, self._decoder.add_request(request))
                 waiting += 1
             now = time.perf_counter()
             if self._runs and now - started > SLOW_SOURCE:

@@ -19,10 +19,11 @@ from cowbeam.decoder.placement import on_device
 logger = logging.getLogger("cowbeam")
 
 DEFAULT_SWAP_MEMORY = 4 * 2**30  # bytes, beside a GPU
-# Pinned memory is slow to get, so it comes in pieces of one size that are used again: so many blocks of all layers.
+# Pinned memory is slow to get, so it comes in pieces of one size that are used again: so many blocks of all layers, or
+# as many as there is room for.
 CHUNK_BLOCKS = 32
 
-_Chunk = list[Tensor]  # of each tensor of the cache: [CHUNK_BLOCKS, *block]
+_Chunk = list[Tensor]  # of each tensor of the cache: [blocks, *block]
 
 
 @dataclass
@@ -34,7 +35,7 @@ class SwappedBlocks:
 
 
 class SwapSpace:
-    """Room for ``capacity`` bytes in whole chunks (none where it holds not one), taken when it is first needed.
+    """Room for ``capacity`` bytes, in whole chunks, taken when it is first needed.
 
     Copies run on the current stream, one behind the other: blocks may be given away as soon as they are being saved.
     """
@@ -43,11 +44,13 @@ class SwapSpace:
         self._tensors = cache.tensors
         self._block_bytes = sum(tensor[0].nbytes for tensor in self._tensors)
         self._free: list[_Chunk] = []
-        self._num_to_make = capacity // (CHUNK_BLOCKS * self._block_bytes) if self._block_bytes else 0
+        blocks = capacity // self._block_bytes if self._block_bytes else 0
+        self._chunk_blocks = max(1, min(CHUNK_BLOCKS, blocks))
+        self._num_to_make = blocks // self._chunk_blocks
 
     def save(self, block_ids: Sequence[BlockId]) -> SwappedBlocks | None:
         """Copy blocks out; None if there is no room for them."""
-        chunks = self._take(-(-len(block_ids) // CHUNK_BLOCKS))
+        chunks = self._take(-(-len(block_ids) // self._chunk_blocks))
         if chunks is None:
             return None
         saved = SwappedBlocks(chunks, len(block_ids))
@@ -74,10 +77,12 @@ class SwapSpace:
         ids_on = {device: to_device(block_ids, torch.long, device) for device in {t.device for t in self._tensors}}
         for index, tensor in enumerate(self._tensors):
             with on_device(tensor.device):
-                for number in range(first // CHUNK_BLOCKS, len(saved.chunks)):
-                    start = max(first, number * CHUNK_BLOCKS)
-                    end = min((number + 1) * CHUNK_BLOCKS, saved.num_blocks)
-                    host = saved.chunks[number][index][start - number * CHUNK_BLOCKS : end - number * CHUNK_BLOCKS]
+                for number in range(first // self._chunk_blocks, len(saved.chunks)):
+                    start = max(first, number * self._chunk_blocks)
+                    end = min((number + 1) * self._chunk_blocks, saved.num_blocks)
+                    host = saved.chunks[number][index][
+                        start - number * self._chunk_blocks : end - number * self._chunk_blocks
+                    ]
                     yield tensor, ids_on[tensor.device][start - first : end - first], host
 
     def _take(self, number: int) -> list[_Chunk] | None:
@@ -96,9 +101,9 @@ class SwapSpace:
 
     def _make(self) -> _Chunk:
         is_pinned = any(tensor.is_cuda for tensor in self._tensors)
-        whole = torch.empty(CHUNK_BLOCKS * self._block_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        parts = torch.split(whole, [CHUNK_BLOCKS * tensor[0].nbytes for tensor in self._tensors])
+        whole = torch.empty(self._chunk_blocks * self._block_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        parts = torch.split(whole, [self._chunk_blocks * tensor[0].nbytes for tensor in self._tensors])
         return [
-            part.view(tensor.dtype).view(CHUNK_BLOCKS, *tensor.shape[1:])
+            part.view(tensor.dtype).view(self._chunk_blocks, *tensor.shape[1:])
             for part, tensor in zip(parts, self._tensors, strict=True)
         ]

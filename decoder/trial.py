@@ -19,10 +19,16 @@ from cowbeam.kernels.plan import MAX_TRITON_BLOCK
 logger = logging.getLogger("cowbeam")
 
 
+# More than any context: a block is memory that one branch may need for itself.
+MAX_BLOCK_SIZE = 2**20
+
+
 def check_choices(block_size: int, compile: bool | None, prefix_reuse: bool = False) -> None:
     """Raises ValueError for what cannot be meant, before any work."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise ValueError(f"block_size must be a positive integer, got {shown(block_size)}")
+    if block_size > MAX_BLOCK_SIZE:
+        raise ValueError(f"block_size must be at most {MAX_BLOCK_SIZE}, got {shown(block_size)}")
     if block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two, got {block_size}")
     if not (compile is None or isinstance(compile, bool)):

@@ -227,13 +227,38 @@ def test_a_folder_without_a_model(tmp_path: Any) -> None:
         Decoder.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("device", ["quantum", "cuda:99", "mps:7", "cpu:cpu", HOSTILE])
-def test_devices_that_are_not_here(device: str) -> None:
+@pytest.mark.parametrize("device", ["quantum", "cuda:99", "mps:7", "cpu:cpu", "", 99, [], HOSTILE])
+def test_devices_that_are_not_here(device: Any) -> None:
     """Said of the device, before anything is read: it was said of the model once."""
     with pytest.raises(ValueError, match=r"^device=.* cannot be used: ") as refusal:
         Decoder.from_pretrained("no/such-model", device=device)
     assert len(str(refusal.value)) < 600
     assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize("dtype", ["float99", "", b"x", 3, "nn", HOSTILE])
+def test_dtypes_that_are_none(dtype: Any) -> None:
+    """It was "cannot be loaded: list index out of range" once."""
+    with pytest.raises(ValueError, match=r"^dtype=.* is none of torch's$"):
+        Decoder.from_pretrained("no/such-model", device="cpu", dtype=dtype)
+
+
+@pytest.mark.parametrize("tokenizer", [3, "gpt2", object()])
+def test_tokenizers_that_are_none(tokenizer: Any) -> None:
+    """Said when the decoder is made; it was "'int' object is not callable" at the first prompt."""
+    with pytest.raises(ValueError, match=r"^tokenizer must be the model's tokenizer or None, got"):
+        Decoder(tiny_model("llama"), tokenizer)
+
+
+@pytest.mark.parametrize("block_size", [2**21, 2**70])
+def test_a_block_is_no_larger_than_a_context(block_size: int) -> None:
+    with pytest.raises(ValueError, match=r"^block_size must be at most 1048576, got"):
+        Decoder(tiny_model("llama"), block_size=block_size)
+
+
+def test_bytes_are_no_end_of_sequence() -> None:
+    with pytest.raises(ValueError, match="eos_token_id must be"):
+        BeamSearchParams(eos_token_id=b"x")
 
 
 class Breaking:

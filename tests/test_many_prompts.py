@@ -200,3 +200,20 @@ def test_time_left_is_of_this_run_alone():
         assert "0:40 left" in progress._text(10.0)
     assert (in_time(61), in_time(3661)) == ("1:01", "1:01:01")
     assert_unused(decoder)
+
+
+def test_what_goes_wrong_as_a_prompt_is_queued_is_its_own(monkeypatch):
+    """Once it ended the iteration: `temperature=2` was found wanting only there."""
+    decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=256)
+    add_request = decoder.add_request
+
+    def refusing(request, *args, **kwargs):
+        if request.prompt_token_ids == (7, 7):
+            raise ValueError("not this one")
+        return add_request(request, *args, **kwargs)
+
+    monkeypatch.setattr(decoder, "add_request", refusing)
+    outcomes = {outcome.index: outcome for outcome in decoder.generate(iter([[5, 6], [7, 7], [8, 9]]))}
+    assert str(outcomes[1].error) == "not this one"
+    assert outcomes[0].result is not None
+    assert outcomes[2].result is not None

@@ -72,6 +72,16 @@ def test_the_room_is_bounded_and_used_again() -> None:
     assert len(made) == 2
 
 
+def test_a_little_room_is_used_too() -> None:
+    cache = make_cache()
+    space = SwapSpace(cache, 5 * sum(tensor[0].nbytes for tensor in cache.tensors))
+    assert space.save(range(6)) is None
+    saved, before = space.save([7, 3, 9, 1, 2]), cache.tensors[0][[7, 3, 9, 1, 2]].clone()
+    space.bring_back(saved, range(20, 25))
+    assert torch.equal(cache.tensors[0][20:25], before)
+    assert SwapSpace(cache, 1).save([1]) is None
+
+
 def test_memory_that_cannot_be_pinned_costs_nothing_but_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", logger="cowbeam")
     space = SwapSpace(make_cache(), ROOM)
