@@ -2,6 +2,16 @@
 
 A turn gives every live branch one token, or computes a pass of prompts, each once, or does both one after the other;
 the scheduler says which. Any thread may turn the engine; each turn advances all requests, whoever asked for them.
+
+The device is given its next work before the host waits for what it must choose from:
+
+    the device foresees the next step    candidates sent, next step launched, chosen
+    a pass over prompts is due           candidates sent, pass launched, chosen;
+                                         first candidates sent, next step launched, first tokens chosen
+    neither                              candidates sent, chosen, next step launched, results made
+
+Only a step that the host lays out may take blocks from others. By then all that run have chosen, but for those whose
+first candidates are under way: one of them may lose its prompt, and is computed again.
 """
 
 import threading
