@@ -74,7 +74,7 @@ class Decoder:
         model = inside_wrapper(model)
         if not isinstance(model, PreTrainedModel):
             raise ValueError(f"model must be a loaded transformers model, got {type(model).__name__}")
-        if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
             raise ValueError(f"tokenizer must be the model's tokenizer or None, got {shown(tokenizer)}")
         check_choices(block_size, compile, prefix_reuse)
         _check_knobs(num_blocks, memory_fraction, kv_memory, swap_memory, max_rows)
