@@ -17,9 +17,9 @@ class Counters:
     error. ``aborted``: dropped by their callers. ``preemptions``: times that a request gave its blocks back for older
     ones. ``prefill_tokens``: prompt tokens computed; ``reused_tokens``: those taken over from earlier requests;
     ``recomputed_tokens``: computed once more after a preemption; ``swapped_blocks``: brought back instead from the
-    host, where they waited. ``decode_tokens``: generated tokens computed, those of
-    every branch. ``cow_copies``: blocks copied on write. ``turns``: of the engine. ``busy_seconds``: spent in turns;
-    ``seconds``: since the decoder was made.
+    host, where they waited. ``decode_tokens``: generated tokens computed, those of every branch. ``cow_copies``:
+    blocks copied on write. ``turns``: of the engine. ``busy_seconds``: spent in turns; ``seconds``: since the decoder
+    was made.
     """
 
     running: int

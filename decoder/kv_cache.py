@@ -67,9 +67,8 @@ class KVCache:
         self.layers = [LayerCache(shape, num_blocks + 1, block_size) for shape in shapes]
         # One launch copies all layers of a device whose blocks have one size; most models have only one such kind.
         alike: dict[tuple[torch.device, int], list[Tensor]] = {}
-        for layer in self.layers:
-            for tensor in layer.tensors:
-                alike.setdefault((tensor.device, tensor[0].nbytes), []).append(tensor)
+        for tensor in self.tensors:
+            alike.setdefault((tensor.device, tensor[0].nbytes), []).append(tensor)
         self._copied_together = [(tensors, layer_pointers(tensors)) for tensors in alike.values()]
 
     @property
