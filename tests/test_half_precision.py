@@ -5,6 +5,7 @@ the forms of `kernels/attention.py` for 16 bits run inside captured steps.
 """
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -45,8 +46,8 @@ def test_every_step_equals_a_full_recompute_in_half_precision(
     forms = []
     choose = attention._variant
 
-    def noted(*args: object) -> attention._Variant:
-        forms.append(choose(*args))  # type: ignore[arg-type]
+    def noted(*args: Any, **options: Any) -> attention._Variant:
+        forms.append(choose(*args, **options))
         return forms[-1]
 
     decoder = Decoder(model, num_blocks=2048)

@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, scheduler
 from cowbeam.decoder.backlog import Piece
 from cowbeam.decoder.batch import DecodeInputs
-from cowbeam.decoder.blocks import Block, BlockPool
+from cowbeam.decoder.blocks import Block, BlockId, BlockPool
 from cowbeam.decoder.branches import Branch
 from cowbeam.decoder.chain import links
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.group import Group, Request
 from cowbeam.decoder.kv_cache import KVCache
 from cowbeam.decoder.scheduler import Part, worst_case_blocks
+from cowbeam.decoder.swap import SwappedBlocks, SwapSpace
 from fakes import BLOCK_SIZES, FAMILIES, random_prompt, tiny_model
 from families import LEVEL_2, LEVEL_3, UNLIKE_THEMSELVES, family_model
 
@@ -44,13 +45,17 @@ class Watch:
         self.steps = self.rows = self.copies = self.shared_blocks = self.pieces = 0
         self._decode, self._launch_pass = engine._graphs.decode, engine._compute
         self._compute = engine._adapter.compute
+        self._save, self._bring_back = engine._swap_space.save, engine._swap_space.bring_back
         self.written: dict[Block, int] = {}  # slots from the first on; a block that is given away and taken anew is new
+        self.swapped: list[tuple[SwappedBlocks, list[int]]] = []  # and how many slots of each were written
 
     def __enter__(self) -> "Watch":
         self._patches = [
             mock.patch.object(self.engine._graphs, "decode", self.decode),
             mock.patch.object(self.engine._adapter, "compute", self.compute),
             mock.patch.object(self.engine, "_compute", self.launch_pass),
+            mock.patch.object(self.engine._swap_space, "save", self.save),
+            mock.patch.object(self.engine._swap_space, "bring_back", self.bring_back),
         ]
         for patch in self._patches:
             patch.start()
@@ -85,6 +90,19 @@ class Watch:
         for column, block in enumerate(blocks):
             slots = min(self.pool.block_size, num_slots - column * self.pool.block_size)
             self.written[block] = max(slots, self.written.get(block, 0))
+
+    def save(self, block_ids: Sequence[BlockId]) -> SwappedBlocks | None:
+        saved = self._save(block_ids)
+        if saved is not None:
+            self.swapped.append((saved, [self.written[self.pool._live[block]] for block in block_ids]))
+        return saved
+
+    def bring_back(self, saved: SwappedBlocks, block_ids: Sequence[BlockId]) -> None:
+        """Blocks that come back hold what was written in those that went."""
+        self._bring_back(saved, block_ids)
+        (written,) = (slots for one, slots in self.swapped if one is saved)
+        for block, num_slots in zip(block_ids, written[len(written) - len(block_ids) :], strict=True):
+            self.written[self.pool._live[block]] = num_slots
 
     def decode(self, inputs: DecodeInputs) -> Tensor:
         """Slots are reserved; the step's copies and each branch's newest slot are still to be written."""
@@ -247,8 +265,9 @@ def mixed_requests(rng: random.Random) -> tuple[list[list[int]], list[Any]]:
     return prompts, params
 
 
+@pytest.mark.parametrize("swap_memory", [0, 2**24])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_chunks_preemption_and_reuse_keep_every_step_equal(family: str) -> None:
+def test_chunks_preemption_and_reuse_keep_every_step_equal(family: str, swap_memory: int) -> None:
     """Prompts cut anywhere, blocks taken over in the same pass or later, groups that come back as trees of blocks."""
     rng = random.Random(family)
     block_size = rng.choice([1, 2, 4])
@@ -256,15 +275,28 @@ def test_chunks_preemption_and_reuse_keep_every_step_equal(family: str) -> None:
     params[1] = params[2] = SamplingParams(num_return_sequences=4, max_new_tokens=20, seed=1, eos_token_id=[])
     requests = [Request(tuple(p), q, frozenset(), None) for p, q in zip(prompts, params, strict=True)]
     num_blocks = max(worst_case_blocks(request, block_size) for request in requests)
-    decoder = Decoder(tiny_model(family), block_size=block_size, num_blocks=num_blocks)
+    decoder = Decoder(tiny_model(family), block_size=block_size, num_blocks=num_blocks, swap_memory=swap_memory)
     with short_passes(rng.choice([5, 11])), Watch(decoder) as watch:
         decoder.generate(prompts, params)
         decoder.generate(prompts[:2], params[:2])
     counters = decoder.counters()
     assert watch.pieces > 12
     assert counters.preemptions, "nobody had to go: nothing was shown"
+    assert bool(counters.swapped_blocks) == bool(swap_memory), "preempted groups came back the other way"
     assert counters.reused_tokens, "nothing was taken over: nothing was shown"
     assert decoder.num_free_blocks == decoder.num_blocks
+
+
+def test_the_watch_catches_blocks_that_do_not_come_back() -> None:
+    params = SamplingParams(num_return_sequences=4, max_new_tokens=20, seed=1, eos_token_id=[])
+    request = Request((3, 1, 4, 1, 5), params, frozenset(), None)
+    decoder = Decoder(tiny_model("llama"), block_size=2, num_blocks=worst_case_blocks(request, 2), swap_memory=2**24)
+    with (
+        mock.patch.object(SwapSpace, "bring_back", lambda self, saved, _: self.drop(saved)),
+        Watch(decoder),
+        pytest.raises(AssertionError, match="logits differ by nan"),
+    ):
+        decoder.generate([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], params)
 
 
 def test_the_watch_catches_blocks_that_are_found_before_they_are_written() -> None:
