@@ -29,7 +29,7 @@ run() {  # name, GPU, command …
 }
 
 pytest=("$python" -m pytest -q -p no:cacheprovider)
-exact=(tests/test_{exact_beams,exact_samples,paged_logits,flight,chunks,prefix_cache,mixes,abuse,drop_in,decoder,choice_graph}.py)
+exact=(tests/test_{exact_beams,exact_samples,paged_logits,flight,chunks,prefix_cache,mixes,swap,own_loop,lookahead,abuse,drop_in,decoder,choice_graph}.py)
 last=$((gpus - 1))
 run exactness 0 "${pytest[@]}" -n 10 -m "not long" "${exact[@]}"
 for part in 0/3 1/3 2/3; do

@@ -5,10 +5,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, engine, lookahead
 from cowbeam.decoder.engine import Engine
 from cowbeam.decoder.flight import Proposals
+from cowbeam.decoder.lookahead import mark, wait_for
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.step_graph import StepGraphs
 from cowbeam.decoder.swap import SwapSpace
@@ -34,21 +37,30 @@ class Streams:
         assert self._of_earlier_turns <= self._awaited, f"{name} may run beside what an earlier turn has launched"
         self.launches += 1
 
-    def mark(self, _: object) -> "Event":
-        return Event(self, self.launches)
+    def mark(self, tensor: Tensor) -> "Event":
+        return Event(self, self.launches, mark(tensor))
 
     def wait_for(self, event: "Event | None") -> None:
         if event is not None:
-            self._awaited = max(self._awaited, event.launches)
+            wait_for(event.on_device)
+            self.know(event)
+
+    def know(self, event: "Event") -> None:
+        self._awaited = max(self._awaited, event.launches)
 
 
 class Event:
-    def __init__(self, streams: Streams, launches: int) -> None:
+    """Beside the device's own, where it has any."""
+
+    def __init__(self, streams: Streams, launches: int, on_device: torch.cuda.Event | None) -> None:
         self._streams = streams
         self.launches = launches
+        self.on_device = on_device
 
     def synchronize(self) -> None:
-        self._streams.wait_for(self)
+        if self.on_device is not None:
+            self.on_device.synchronize()
+        self._streams.know(self)
 
 
 @pytest.fixture
