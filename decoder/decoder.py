@@ -445,6 +445,8 @@ def _check_knobs(
             raise ValueError(
                 f"{name} must be {'a positive' if least else 'a non-negative'} integer, got {shown(value)}"
             )
+    if num_blocks is not None and kv_memory is not None:
+        raise ValueError(f"num_blocks={num_blocks} or kv_memory={kv_memory} sets the pool's size, not both")
     is_number = isinstance(memory_fraction, int | float) and not isinstance(memory_fraction, bool)
     if not is_number or not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be a number above 0 and at most 1, got {shown(memory_fraction)}")

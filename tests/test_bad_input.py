@@ -141,6 +141,7 @@ def test_the_largest_request_that_fits_runs() -> None:
         ({"kv_memory": "2GB"}, "kv_memory must be a positive integer, got '2GB'"),
         ({"memory_fraction": True}, "memory_fraction must be a number above 0 and at most 1, got True"),
         ({"num_blocks": 2**70}, r"1180591620717411303424 blocks of 16 tokens take [\d,]+ bytes, too many here"),
+        ({"num_blocks": 8, "kv_memory": 2**20}, "num_blocks=8 or kv_memory=1048576 sets the pool's size, not both"),
         ({"kv_memory": 10}, "kv_memory=10: 10 bytes hold no block: one of 16 tokens takes 4096"),
         ({"max_rows": 0}, "max_rows must be a positive integer, got 0"),
         ({"max_rows": 64.0}, "max_rows must be a positive integer, got 64.0"),
