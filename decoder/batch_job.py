@@ -162,8 +162,11 @@ class BatchJob:
         """What was done, in this run and in all."""
         results = self._results
         lines = [f"{results.num_done} of {self.num_lines} lines done, {results.num_failed} with an error"]
-        if self._counters is not None:
-            c, now = self._counters, results.num_done - self._num_before
+        now = results.num_done - self._num_before
+        if self._num_before and not now:
+            lines.append("nothing was left to do: for other options, name another file for the results")
+        elif self._counters is not None:
+            c = self._counters
             lines.append(
                 f"this run: {now} lines in {in_time(self._seconds)}, {c.prefill_tokens:,} prompt tokens, "
                 f"{c.decode_tokens:,} generated, {c.decode_tokens / max(self._seconds, 1e-9):,.0f} a second"

@@ -121,6 +121,17 @@ def test_a_bad_line_is_one_error_record(model_path, tmp_path):
     assert found[14][0] == "\ud801"
 
 
+def test_a_job_that_is_done_says_that_nothing_was_left(model_path, tmp_path, capsys):
+    """With other options, too: its lines are not done again, and that must not pass for their results."""
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": "the fox"}])
+    out = tmp_path / "r.jsonl"
+    for new_tokens, said in (("4", "this run: 1 lines"), ("8", "nothing was left to do")):
+        capsys.readouterr()
+        run(model_path, prompts, out, "--max-new-tokens", new_tokens)
+        assert said in capsys.readouterr().out
+    assert len(results(out)) == 1
+
+
 def test_options_hold_for_lines_that_say_nothing_else():
     defaults = LineDefaults({"num_beams": 3, "max_new_tokens": 5})
     assert defaults.params({}) == BeamSearchParams(num_beams=3, max_new_tokens=5)
