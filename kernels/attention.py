@@ -17,12 +17,11 @@ import triton
 from torch import Tensor
 
 from cowbeam.kernels.attention_hopper import hopper_attention_kernel
-from cowbeam.kernels.attention_kernel import attention_kernel, merge_kernel, schedule_kernel
+from cowbeam.kernels.attention_kernel import LOG2_E, attention_kernel, merge_kernel, schedule_kernel
 from cowbeam.kernels.plan import MAX_TRITON_BLOCK, Plan, rows_per_window
 
 __all__ = ["most_lines", "paged_attention", "rows_per_window"]
 
-LOG2_E = 1.4426950408889634
 # A piece of fewer tiles costs more in merging than it gains in balance.
 MIN_TILES = 2
 # A tile costs so many halves of one in the trunk if it needs a mask: by that segments are cut.
@@ -97,7 +96,7 @@ def paged_attention(
     if variant.for_hopper:
         hopper_attention_kernel[(programs,)](
             *reads,
-            scale * LOG2_E,
+            scale * LOG2_E.value,
             *query_strides,
             *cache_strides,
             DIM=head_dim,
@@ -110,8 +109,8 @@ def paged_attention(
     else:
         attention_kernel[(programs,)](
             *reads,
-            scale * LOG2_E if softcap is None else scale / softcap,
-            LOG2_E if softcap is None else softcap * LOG2_E,
+            scale * LOG2_E.value if softcap is None else scale / softcap,
+            LOG2_E.value if softcap is None else softcap * LOG2_E.value,
             *query_strides,
             *cache_strides,
             *value_cache.stride()[:2],

@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from cowbeam.kernels.attention_kernel import LOG2_E
+
 # Later versions of Triton have another name for it.
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 PRODUCERS = gl.constexpr(4)  # warps
@@ -316,7 +318,7 @@ def _finish(
     if (begin == 0) & (end == tiles):
         if HAS_SINKS:
             sink = gl.load(SINKS + head, mask=live, other=0.0).to(gl.float32)
-            total += gl.where(total > 0, gl.exp2(sink * 1.4426950408889634 - top), 0.0)
+            total += gl.where(total > 0, gl.exp2(sink * LOG2_E - top), 0.0)
         acc *= gl.where(total > 0, 1 / total, 0.0)[:, None]
         place = ((window_row + row).to(gl.int64) * (GROUP * SLOTS // SPLITS) + head) * DIM
         gl.store(OUT + place[:, None] + dim[None, :], acc.to(OUT.dtype.element_ty), mask=live[:, None])

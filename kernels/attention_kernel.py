@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def _tanh(x):
@@ -261,7 +263,7 @@ def attention_kernel(
         if (begin == 0) & (end == tiles):
             if HAS_SINKS:
                 sink = tl.load(SINKS + head, mask=live, other=0.0).to(tl.float32)
-                total += tl.where(length > 0, tl.math.exp2(sink * 1.4426950408889634 - top), 0.0)
+                total += tl.where(length > 0, tl.math.exp2(sink * LOG2_E - top), 0.0)
             acc *= tl.where(total > 0, 1 / total, 0.0)[:, None]
             out_offset = ((window_row + row).to(tl.int64) * (GROUP * SLOTS // SPLITS) + head) * VALUE_DIM
             tl.store(OUT + out_offset[:, None] + value_dims[None, :], acc.to(OUT.dtype.element_ty), mask=stores)
@@ -334,6 +336,6 @@ def merge_kernel(
             total = total * fade + tl.sum(weight, 0)
             top = new_top
         if HAS_SINKS:
-            total += tl.math.exp2(tl.load(SINKS + head).to(tl.float32) * 1.4426950408889634 - top)
+            total += tl.math.exp2(tl.load(SINKS + head).to(tl.float32) * LOG2_E - top)
         acc *= tl.where(total > 0, 1 / total, 0.0)
         tl.store(OUT + out_offset + value_dims, acc.to(OUT.dtype.element_ty), mask=value_dims < VALUE_DIM)
