@@ -44,7 +44,8 @@ class Decoder:
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
         prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
             are not needed for anything else. Weights that change and adapters that are switched are noticed, but not
-            what is written through ``.data``: call ``forget_prefixes`` then.
+            what is written through ``.data``, by ``torch.distributed``, or into tensors made under
+            ``inference_mode``: call ``forget_prefixes`` then.
         swap_memory: bytes on the host for the blocks of requests that must give way to older ones for a while; None
             means 4 GiB beside a GPU and none beside a CPU. Who finds no room there is computed anew.
         max_rows: branches that decode together; who comes then waits, and a request of more runs by itself. More than

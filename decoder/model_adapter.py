@@ -28,6 +28,7 @@ from cowbeam.decoder.gathered import GatheredModel
 from cowbeam.decoder.kv_cache import KVCache, LayerShape
 from cowbeam.decoder.model_levels import Level, UnpageableError, levels_of, refuse_unsupported
 from cowbeam.decoder.placement import entry_device, is_on_one_device
+from cowbeam.decoder.weight_writes import WeightWrites
 
 logger = logging.getLogger("cowbeam")
 
@@ -84,7 +85,8 @@ class ModelAdapter:
         self._compiles_prompts = False
         self._batched_experts: BatchedExperts | None = None
         self._parts: list[Hashable] = []
-        self._edits = 0
+        self._writes = WeightWrites(model)
+        self._num_writes = 0
         self.version = 0
 
     @property
@@ -186,7 +188,7 @@ class ModelAdapter:
         """
         with ONE_PASS_AT_A_TIME:
             self._fused.refresh()
-            self._edits = sum(0 if p.is_inference() else p._version for p in self.model.parameters())
+            self._num_writes = self._writes.count()
             parts = _parts_of(self.model)
             if parts != self._parts:
                 self._parts = parts
@@ -205,11 +207,8 @@ class ModelAdapter:
 
     @property
     def weights_seen(self) -> Hashable:
-        """Changes when ``follow_owner`` finds other weights or weights written in place, as far as torch counts that.
-
-        (It does not where somebody writes through ``.data``.)
-        """
-        return self.version, self._edits
+        """Changes when ``follow_owner`` finds other weights, or weights written in place as `WeightWrites` counts."""
+        return self.version, self._num_writes
 
     def fuse_linears(self) -> None:
         """Compute Linears that read the same input as one product, from now on."""

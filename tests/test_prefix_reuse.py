@@ -1,11 +1,13 @@
 """Prompts that begin alike are computed once, by whoever decodes them; changed weights and broken requests are not."""
 
+import gc
 import random
 from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+from torch.optim import optimizer
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from fakes import FAMILIES, VOCABULARY, assert_unused, make_model, random_prompt, tiny_model, token_ids
@@ -76,13 +78,18 @@ def exchange(model: torch.nn.Module) -> None:
         parameter.data = parameter.data * 1.2
 
 
-def optimize(model: torch.nn.Module) -> None:
+def optimize(model: torch.nn.Module, **how: bool) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    torch.optim.AdamW(model.parameters(), lr=0.05).step()
+    torch.optim.AdamW(model.parameters(), lr=0.05, **how).step()
 
 
-@pytest.mark.parametrize("change", [write_in_place, load_others, exchange, optimize])
+def optimize_fused(model: torch.nn.Module) -> None:
+    """Torch raises no version of what a fused step writes."""
+    optimize(model, fused=True)
+
+
+@pytest.mark.parametrize("change", [write_in_place, load_others, exchange, optimize, optimize_fused])
 def test_other_weights_take_over_nothing(change: Callable[[torch.nn.Module], None]) -> None:
     """Rollouts between two updates of a policy: the old one's keys would be read without a word."""
     model = make_model("llama", FAMILIES["llama"])
@@ -95,6 +102,23 @@ def test_other_weights_take_over_nothing(change: Callable[[torch.nn.Module], Non
     assert result.stats.reused_tokens == 0
     assert token_ids(result) == token_ids(Decoder(model, num_blocks=64).generate(prompt, GREEDY))
     assert decoder.generate(prompt, GREEDY).stats.reused_tokens == 8
+
+
+def test_optimizers_of_other_models_are_none_of_its_business() -> None:
+    decoder, other = make_decoder(), make_model("llama", FAMILIES["llama"])
+    decoder.generate([1] * 20, GREEDY)
+    optimize(other, fused=True)
+    assert decoder.generate([1] * 20, GREEDY).stats.reused_tokens > 0
+
+
+def test_a_decoder_that_is_gone_leaves_no_hook_with_torch() -> None:
+    gc.collect()
+    before = len(optimizer._global_optimizer_post_hooks)
+    decoder = make_decoder()
+    assert len(optimizer._global_optimizer_post_hooks) == before + 1
+    del decoder
+    gc.collect()
+    assert len(optimizer._global_optimizer_post_hooks) == before
 
 
 def test_prefixes_are_forgotten_at_a_word() -> None:
