@@ -74,12 +74,19 @@ class BatchJob:
         if out.exists() and prompts.exists() and out.samefile(prompts):
             raise ValueError(f"{out} holds the prompts: name another file for the results")
         with prompts.open("rb") as lines:
-            self.num_lines = sum(1 for line in lines if line.strip())
+            numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
+        self.num_lines = len(numbers)
         self._prompts = prompts
         self._defaults = defaults
         self._results = ResultsFile(out)
+        if self._results.num_done > self.num_lines or max(self._results.numbers, default=0) > max(numbers, default=0):
+            self._results.close()
+            raise ValueError(
+                f"{out} has results of other prompts than the {self.num_lines} lines of {prompts}: name another file"
+            )
         self._first_line: dict[LineId, int] = {}
         self._num_before = self._results.num_done
+        self._num_tokens = 0  # of this run's results
         self._seconds = 0.0
         self._counters: Counters | None = None
 
@@ -107,6 +114,7 @@ class BatchJob:
                     line = in_flight.pop(outcome.index)
                     if outcome.result is not None:
                         self._results.append(line.number, line.line_id, vars(outcome.result))
+                        self._num_tokens += sum(len(c.token_ids) for c in outcome.result.completions)
                     else:
                         self._results.append(line.number, line.line_id, {"error": sentence_of(outcome.error)})
                     progress.note(failed=outcome.error is not None)
@@ -168,8 +176,8 @@ class BatchJob:
         elif self._counters is not None:
             c = self._counters
             lines.append(
-                f"this run: {now} lines in {in_time(self._seconds)}, {c.prefill_tokens:,} prompt tokens, "
-                f"{c.decode_tokens:,} generated, {c.decode_tokens / max(self._seconds, 1e-9):,.0f} a second"
+                f"this run: {now} lines in {in_time(self._seconds)}, {c.prefill_tokens:,} prompt tokens computed, "
+                f"{self._num_tokens:,} tokens returned, {self._num_tokens / max(self._seconds, 1e-9):,.0f} a second"
             )
             lines.append(
                 f"blocks: {c.live_blocks} live, {c.free_blocks} free ({c.cached_blocks} hold prefixes), "

@@ -16,7 +16,7 @@ _BEGIN = b'{"line": '
 
 
 class ResultsFile:
-    """Open for appending, and locked: one job a file. ``done`` and ``num_failed`` cover what was there before, too.
+    """Open for appending, and locked: one job a file. ``num_done`` and ``num_failed`` cover what was there before, too.
 
     A line is known by its id where it has one, else by its number. Raises ValueError for a file that holds anything
     but results, which is left as it is.

@@ -121,6 +121,19 @@ def test_a_bad_line_is_one_error_record(model_path, tmp_path):
     assert found[14][0] == "\ud801"
 
 
+@pytest.mark.parametrize("others", [[{"prompt": "a"}], [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 2}]])
+def test_results_of_other_prompts_are_not_gone_on_with(model_path, tmp_path, capsys, others):
+    """They passed for results of these: "2 of 1 lines done"."""
+    out = tmp_path / "r.jsonl"
+    longer = [*others, {**others[-1], "id": 3}] if "id" in others[0] else others * 2
+    run(model_path, write(tmp_path / "p.jsonl", longer), out, "--max-new-tokens", "2")
+    before = out.read_bytes()
+    capsys.readouterr()
+    assert run(model_path, write(tmp_path / "q.jsonl", others), out, "--max-new-tokens", "2") == EXIT_BAD_INPUT
+    assert f"results of other prompts than the {len(others)} lines of" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
 def test_a_job_that_is_done_says_that_nothing_was_left(model_path, tmp_path, capsys):
     """With other options, too: its lines are not done again, and that must not pass for their results."""
     prompts = write(tmp_path / "p.jsonl", [{"prompt": "the fox"}])
