@@ -2,7 +2,7 @@
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, Self, get_args, overload
@@ -18,11 +18,11 @@ from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.job_progress import JobProgress
 from cowbeam.decoder.kv_cache import KVCache, kv_bytes, kv_layout
-from cowbeam.decoder.many_prompts import ManyPrompts
+from cowbeam.decoder.many_prompts import ManyPrompts, pairs_of
 from cowbeam.decoder.model_adapter import ModelAdapter, first_line
 from cowbeam.decoder.model_levels import Level
 from cowbeam.decoder.outputs import DecodeResult, Outcome
-from cowbeam.decoder.params import BeamSearchParams, Params, SamplingParams
+from cowbeam.decoder.params import BeamSearchParams, Params
 from cowbeam.decoder.pool_size import blocks_that_fit
 from cowbeam.decoder.request_maker import Prompt, RequestMaker
 from cowbeam.decoder.run import Run, Watch
@@ -40,15 +40,15 @@ class Decoder:
         block_size: slots a block, a power of two (the Triton path takes 8 to 32768).
         num_blocks: size of the pool; None derives it from memory.
         memory_fraction: on a GPU, the share of the memory left after the weights and a trial step.
-        kv_memory: bytes of the pool, in place of that share; None means 2 GiB on a CPU.
+        kv_memory: bytes of the pool, in place of that share; None means 2 GiB on a CPU. Not beside ``num_blocks``.
         attention: "triton", "torch", or "auto": Triton on CUDA, torch elsewhere.
         prefix_reuse: a prompt that begins like an earlier one takes over the blocks of that beginning, as long as they
             are not needed for anything else. Weights that change and adapters that are switched are noticed, but not
             what is written through ``.data``, by ``torch.distributed``, or into tensors made under
             ``inference_mode``: call ``forget_prefixes`` then.
         swap_memory: bytes on the host for the blocks of requests that must give way to older ones for a while; None
-            means 4 GiB beside a GPU and none beside a CPU. Who finds no room there is computed anew.
-        max_rows: branches that decode together; who comes then waits, and a request of more runs by itself. More than
+            means 4 GiB beside a GPU and none beside a CPU. One that finds no room there is computed anew.
+        max_rows: branches that decode together; later requests wait, and one with more branches runs alone. More than
             512 seldom pay: the weights are read for so many already, and steps of more are not captured as CUDA graphs.
         compile: decode by layers that torch compiles when the decoder is made (a minute at most; less the next time,
             since torch keeps them on disk); None means on the Triton path on CUDA.
@@ -80,6 +80,7 @@ class Decoder:
         check_choices(block_size, compile, prefix_reuse)
         _check_knobs(num_blocks, memory_fraction, kv_memory, swap_memory, max_rows)
         self.model = model
+        self._dtype = model.dtype
         self._adapter = ModelAdapter(model, attention_path(attention, model, block_size))
         self._request_maker = RequestMaker(self._adapter, tokenizer)
         if compile is None:
@@ -235,17 +236,17 @@ class Decoder:
             prompts: any iterable of text or token ids.
             params: for all prompts, or an iterable with one for each.
             progress: show on standard error how far it is.
+
+        Raises:
+            ValueError: for prompts and params that are as many as one another cannot be. What an iterable raises ends
+                the iteration, behind the outcomes of what it gave before.
         """
         self.check_ready()
         if isinstance(prompts, str | bytes) or (isinstance(prompts, Sequence) and prompts and _is_one_prompt(prompts)):
             raise ValueError("generate_many takes an iterable of prompts, got one prompt")
-        if not isinstance(prompts, Iterable):
+        if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
             raise ValueError(f"generate_many takes an iterable of prompts, got {shown(prompts)}")
-        if params is None or isinstance(params, BeamSearchParams | SamplingParams):
-            pairs: Iterable[tuple[Prompt, Any]] = ((prompt, params) for prompt in prompts)
-        else:
-            pairs = zip(prompts, params, strict=True)
-        outcomes = self.generate_pairs(pairs)
+        outcomes = self.generate_pairs(pairs_of(prompts, params))
         total = operator.length_hint(prompts) or None
         return JobProgress(total, self.counters).over(outcomes) if progress else outcomes
 
@@ -296,6 +297,8 @@ class Decoder:
         self._running_engine()
         if self.model.training:
             raise ValueError("the model is in training mode: call model.eval() first")
+        if self.model.dtype != self._dtype:
+            raise ValueError(f"the model is {self.model.dtype} now, and was {self._dtype}: make another decoder of it")
 
     def add_request(self, prompt: Prompt | Request, params: Params | None = None, *, watch: Watch | None = None) -> Run:
         """Queue one prompt and return at once, for a loop of your own::
@@ -328,6 +331,8 @@ class Decoder:
 
         Nothing happens to a run that is over.
         """
+        if not isinstance(run, Run):
+            raise ValueError(f"abort takes what add_request returned, got {shown(run)}")
         if self._engine is not None:
             self._engine.abort(run)
 

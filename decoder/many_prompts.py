@@ -1,11 +1,14 @@
 """Prompts without number: they are taken from an iterable as there is room, and given back as they finish."""
 
+import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import TYPE_CHECKING, Any
 
 from cowbeam.decoder.group import Request
 from cowbeam.decoder.outputs import Outcome
+from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 from cowbeam.decoder.run import Run, TurnError
 
 if TYPE_CHECKING:
@@ -19,6 +22,28 @@ SLOW_SOURCE = 0.02
 MAX_FAULTS = 3
 
 
+def pairs_of(prompts: Iterable[Any], params: Any) -> Iterator[tuple[Any, Any]]:
+    """Each prompt with its params, the same or its own. Raises ValueError as soon as their numbers differ."""
+    if params is None or isinstance(params, BeamSearchParams | SamplingParams):
+        return ((prompt, params) for prompt in prompts)
+    if isinstance(params, str | bytes | Mapping) or not isinstance(params, Iterable):
+        raise ValueError(
+            f"params must be BeamSearchParams, SamplingParams or one of them a prompt, got {shown(params)}"
+        )
+    if isinstance(prompts, Sized) and isinstance(params, Sized) and len(prompts) != len(params):
+        raise ValueError(f"{len(prompts)} prompts but {len(params)} params")
+    return _zipped(prompts, params)
+
+
+def _zipped(prompts: Iterable[Any], params: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    missing = object()
+    for number, (prompt, own) in enumerate(itertools.zip_longest(prompts, params, fillvalue=missing)):
+        if prompt is missing or own is missing:
+            ended, more = ("prompts", "params") if prompt is missing else ("params", "prompts")
+            raise ValueError(f"the {ended} end after {number}, and there are more {more}")
+        yield prompt, own
+
+
 class ManyPrompts:
     """Decodes pairs (prompt, params) together. Owns the runs in flight: all are over or aborted when it ends.
 
@@ -30,17 +55,23 @@ class ManyPrompts:
         self._decoder = decoder
         self._source = enumerate(pairs)
         self._runs: dict[int, tuple[Request, Run]] = {}  # by index of the prompt
+        self._source_error: Exception | None = None
         self._faults = 0
         self._next_take = 0.0  # not before this time
 
     def outcomes(self) -> Iterator[Outcome]:
-        """One for each prompt, as they finish. Raises what ``pairs`` raises, and the engine's own faults."""
+        """One for each prompt, as they finish.
+
+        Raises what ``pairs`` raises, when the prompts in front of that are done; and the engine's own faults.
+        """
         try:
             yield from self._take()
             while self._runs:
                 yield from self._turn()
                 if not self._runs or time.perf_counter() >= self._next_take:
                     yield from self._take()
+            if self._source_error is not None:
+                raise self._source_error
         finally:
             self._abort()
 
@@ -49,7 +80,11 @@ class ManyPrompts:
         waiting = sum(not run.has_begun for _, run in self._runs.values())
         while waiting < MAX_WAITING:
             started = time.perf_counter()
-            index, pair = next(self._source, (None, None))
+            try:
+                index, pair = next(self._source, (None, None))
+            except Exception as error:  # later: what was taken before is not lost by it
+                self._source_error = error
+                return
             if index is None or pair is None:
                 return
             self._decoder.check_ready()

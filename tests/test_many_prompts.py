@@ -7,6 +7,7 @@ import weakref
 from unittest import mock
 
 import pytest
+from transformers import BatchEncoding
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams
 from cowbeam.decoder.job_progress import JobProgress, in_time
@@ -104,14 +105,35 @@ def test_one_prompt_is_not_many(prompts):
         make_decoder().generate_many(prompts)
 
 
-def test_params_must_be_as_many_as_prompts():
+@pytest.mark.parametrize("prompts", [{"input_ids": [[1], [2]]}, BatchEncoding({"input_ids": [[1], [2]]}), 5])
+def test_what_a_tokenizer_returns_is_not_many_prompts(prompts):
+    """Else its keys would be decoded, as text."""
+    with pytest.raises(ValueError, match="generate_many takes an iterable of prompts, got "):
+        make_decoder().generate_many(prompts)
+
+
+@pytest.mark.parametrize("params", [{"num_beams": 1}, "greedy", 5])
+def test_params_are_of_the_two_kinds(params):
+    with pytest.raises(
+        ValueError, match="params must be BeamSearchParams, SamplingParams or one of them a prompt, got"
+    ):
+        make_decoder().generate_many([[1], [2]], params)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_params_must_be_as_many_as_prompts(number):
     decoder = make_decoder()
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is shorter"):
-        list(decoder.generate_many([[1], [2], [3]], [GREEDY, GREEDY]))
+    prompts, params = [[1], [2], [3]], [GREEDY] * number
+    with pytest.raises(ValueError, match=f"3 prompts but {number} params"):
+        decoder.generate_many(prompts, params)
+    with pytest.raises(
+        ValueError, match=f"the {'params' if number < 3 else 'prompts'} end after {min(number, 3)}, and"
+    ):
+        list(decoder.generate_many(iter(prompts), params))
     assert_unused(decoder)
 
 
-def test_a_source_that_raises_ends_it_and_frees_what_runs():
+def test_a_source_that_raises_ends_it_behind_what_it_gave():
     decoder = make_decoder()
 
     def source():
@@ -119,8 +141,10 @@ def test_a_source_that_raises_ends_it_and_frees_what_runs():
         yield [3, 4]
         raise OSError("the disk is gone")
 
+    outcomes = decoder.generate_many(source(), BEAMS)
+    assert sorted(outcome.index for outcome in itertools.islice(outcomes, 2) if outcome.result is not None) == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
-        list(decoder.generate_many(source(), BEAMS))
+        next(outcomes)
     assert_unused(decoder)
 
 
