@@ -7,7 +7,7 @@ import httpx
 import pytest
 from gradio_client import Client
 
-from cowbeam.ui.app import DEFAULT_PORT, parse
+from cowbeam.ui.app import DEFAULT_PORT, check_address, parse
 from cowbeam.ui.engine_thread import EngineThread
 from cowbeam.ui.session import Sessions
 from ui_server import SCOPE, HostileTokenizer, Visitor, running_demo, tiny_decoders
@@ -161,3 +161,21 @@ def test_only_this_machine_can_reach_it_unless_told_otherwise(hostile_demo):
     port = int(hostile_demo[0].rstrip("/").rsplit(":", 1)[1])
     with socket.socket() as elsewhere, pytest.raises(ConnectionRefusedError):
         elsewhere.connect(("127.0.0.2", port))
+
+
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999])
+def test_a_port_that_is_none(port):
+    """Said before a model is loaded: it was a traceback behind that."""
+    with pytest.raises(ValueError, match=f"^--port must be from 1 to 65535, got {port}$"):
+        check_address("127.0.0.1", port)
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "unknown"), UnicodeError("label too long")])
+def test_a_host_that_is_none(monkeypatch, error):
+    def unknown(*_):
+        raise error
+
+    check_address("127.0.0.1", 7860)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(ValueError, match=r"^--host 'a\.b' is no address or name that this machine knows$"):
+        check_address("a.b", 7860)

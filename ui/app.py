@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # before gradio is imported
 
 import argparse
+import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -186,10 +187,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError for what nobody can listen on, before a model is loaded."""
+    if not 1 <= port <= 65535:
+        raise ValueError(f"--port must be from 1 to 65535, got {port}")
+    try:
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError):
+        raise ValueError(f"--host {host!r:.200} is no address or name that this machine knows") from None
+
+
 def main() -> int:
     """Entry point of ``cowbeam-ui``."""
     options = parse(sys.argv[1:])
     try:
+        check_address(options.host, options.port)
         sessions = answers.open_sessions(options.model, device=options.device, dtype=options.dtype)
     except (ValueError, FileNotFoundError) as error:
         print(f"cowbeam-ui: {error}", file=sys.stderr)
