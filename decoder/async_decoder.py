@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Self
 
 from cowbeam.decoder.counters import Counters
@@ -84,6 +85,8 @@ class AsyncDecoder:
     """
 
     def __init__(self, decoder: Decoder) -> None:
+        if not isinstance(decoder, Decoder):
+            raise ValueError(f"AsyncDecoder takes a Decoder, got {shown(decoder)}")
         self._decoder = decoder
         # One thread, so that requests are queued in the order of their calls: a long prompt takes long to tokenize.
         self._preparing = ThreadPoolExecutor(1, thread_name_prefix="cowbeam-prepare")

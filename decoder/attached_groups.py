@@ -23,7 +23,14 @@ from cowbeam.decoder.scheduler import worst_case_blocks
 
 _GENERATE = inspect.signature(GenerationMixin.generate)
 # Arguments of ``generate`` that these beams have no place for.
-_NO_PLACE = ("stopping_criteria", "prefix_allowed_tokens_fn", "assistant_model", "streamer", "negative_prompt_ids")
+_NO_PLACE = (
+    "stopping_criteria",
+    "stop_strings",
+    "prefix_allowed_tokens_fn",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+)
 
 
 def asks_for_groups(model: PreTrainedModel, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -44,7 +51,7 @@ class DiverseBeams:
     def __init__(self, model: PreTrainedModel, attachment: Attachment, args: Sequence[Any], kwargs: dict[str, Any]):
         self._model = model
         self._attachment = attachment
-        given = _bound(model, args, kwargs)
+        given = {**kwargs, **_bound(model, args, kwargs)}
         for name in _NO_PLACE:
             if given.get(name):
                 raise ValueError(f"{name} does not go with num_beam_groups")

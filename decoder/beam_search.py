@@ -84,7 +84,7 @@ class BeamSearch:
         return continuations
 
     def _continuation(self, candidate: Candidate) -> Continuation:
-        # The log-prob is the difference of float32 sums, so that a branch's log-probs add up to its score exactly.
+        # The log-prob is the difference of float32 sums, so that a branch's log-probs add up to that sum exactly.
         is_first = self._length == 1
         before = 0.0 if is_first or math.isinf(candidate.score) else self.scores[candidate.beam]
         return Continuation(candidate.beam, candidate.token_id, candidate.score - before, candidate.plain)

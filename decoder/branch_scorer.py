@@ -1,7 +1,7 @@
 """A user's own judgement in the middle of sampling: which samples are worth going on with."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any
@@ -60,6 +60,8 @@ class BranchScorer:
         """The user's numbers, checked. Raises ScorerError."""
         try:
             given: Any = self.score(branches)
+            if not isinstance(given, Iterable):
+                raise ValueError(f"branch_scorer gave {shown(given)}: it must give a score for each of its branches")
             numbers = [float(number) for number in given]
             if len(numbers) != len(branches):
                 raise ValueError(f"branch_scorer gave {len(numbers)} scores for {len(branches)} branches")

@@ -1,6 +1,6 @@
 """Texts of branches that somebody watches: a frame decodes what is new, not every branch from its beginning.
 
-Of the same cut as ``text_stream``, but for branches that fork: what is known of a token's path is a value.
+They end where those of ``text_stream`` do, but branches fork: what is known of a path never changes, so forks share it.
 """
 
 from collections.abc import Callable, Sequence

@@ -149,7 +149,7 @@ def _batch_parser() -> Parser:
     several = parser.add_argument_group("several decoders (needs the library Ray: pip install 'cowbeam[ray]')")
     several.add_argument(
         "--ray", nargs="?", const="local", metavar="ADDRESS",
-        help="on a running cluster (auto: find it); without ADDRESS on this machine alone",
+        help="on a running cluster (auto: find it); without ADDRESS, behind the files, on this machine alone",
     )  # fmt: skip
     several.add_argument(
         "--ray-workers", type=int, metavar="N", help="decoders (one a GPU; without GPUs one a machine)"
@@ -186,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["fetch-model"]:
             from cowbeam.decoder.default_model import main as fetch_model
 
+            if arguments[1:] in (["-h"], ["--help"]):
+                print("usage: cowbeam fetch-model\n\nFetch the model that is taken when none is named.")
+                return 0
             if arguments[1:]:
                 raise ValueError(f"fetch-model takes no arguments, got {' '.join(arguments[1:])!r}")
             return fetch_model()

@@ -109,7 +109,7 @@ def find_layers(model: nn.Module, attention_modules: Sequence[nn.Module]) -> lis
 
 
 def find_around(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Modules beside the layers that hold numbers, each whole; products are not among them."""
+    """Modules outside the layers that have parameters or buffers, each as a whole; Linears are left out."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     known = set(inside)
     found: list[nn.Module] = []

@@ -6,6 +6,7 @@ trainer) decodes by cowbeam.
 
 import functools
 import types
+from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -74,6 +75,8 @@ def attach(
 def detach(model: PreTrainedModel) -> None:
     """Give ``model`` its own ``generate`` back and free the memory; nothing happens if it is not attached."""
     model = inside_wrapper(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"detach takes a transformers model, got {shown(model)}")
     if model.__dict__.pop(_ATTACHMENT, None) is not None:
         del model.__dict__["generate"]
 

@@ -10,8 +10,8 @@ The device is given its next work before the host waits for what it must choose 
                                          first candidates sent, next step launched, first tokens chosen
     neither                              candidates sent, chosen, next step launched, results made
 
-Only a step that the host lays out may take blocks from others. By then all that run have chosen, but for those whose
-first candidates are under way: one of them may lose its prompt, and is computed again.
+Only a step that the host lays out may preempt. By then every running group has chosen, but for those whose first
+candidates are still on their way: such a group may be preempted, and its prompt is computed again.
 """
 
 import threading
@@ -222,7 +222,7 @@ class Engine:
                 assert group.tree.num_blocks == len(blocks), f"{group.tree.num_blocks} blocks counted of {len(blocks)}"
 
     def _follow_owner(self) -> None:
-        """K/V by other weights than the model's now are not taken over."""
+        """Forget prefixes if the model's weights have changed since they were computed."""
         self._adapter.follow_owner()
         if self._seen != self._adapter.weights_seen:
             self.pool.forget_prefixes()

@@ -29,4 +29,4 @@ def _fault_of_logits(maxima: Tensor) -> str:
         return "the model's logits hold +inf"
     if maxima.isneginf().any():
         return "a row of the model's logits has no finite value"
-    return "the logits processors allow no token"
+    return "the logits processors allow no token or give NaN"

@@ -6,9 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
 from typing import Any
 
+import numpy as np
+
 MAX_STOP_STRING = 1000  # characters: as many of a branch's text are looked at for every candidate
 
 TokenIds = tuple[int, ...]
+
+
+def plain(value: Any) -> Any:
+    """Python's own number for one of numpy's; anything else as it is."""
+    return value.item() if isinstance(value, np.number) else value
 
 
 def check_integer(name: str, value: object, minimum: int) -> None:
@@ -70,7 +77,7 @@ def stop_strings(given: Any) -> tuple[str, ...] | None:
 
 def token_ids(name: str, given: Any) -> TokenIds | None:
     """A list of token ids; None where there is none."""
-    ids = () if given is None else _items(name, given)
+    ids = () if given is None else tuple(plain(token_id) for token_id in _items(name, given))
     for token_id in ids:
         check_integer(f"a token id of {name}", token_id, 0)
     return ids or None
@@ -98,6 +105,8 @@ def functions(name: str, given: Any) -> tuple[Callable[..., Any], ...] | None:
     for function in each:
         if not callable(function):
             raise ValueError(f"{name} must be functions, got {shown(function)}")
+        if isinstance(function, type):
+            raise ValueError(f"{name} must be functions, got the class {function.__name__}: give one of its objects")
     return each or None
 
 
@@ -108,7 +117,7 @@ def _items(name: str, given: object) -> tuple[Any, ...]:
 
 
 def _sequence(name: str, given: object) -> TokenIds:
-    ids = token_ids(name, given)
+    ids = token_ids(f"each sequence of {name}", given)
     if ids is None:
         raise ValueError(f"{name} holds a sequence without token ids")
     return ids

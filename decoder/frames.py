@@ -52,8 +52,9 @@ class FinishedFrame:
 class Frame:
     """The state after step ``step``: branches in rank order with their new tokens chosen and slots reserved.
 
-    ``sharers`` tells for each live block how many branches' tables hold it. ``events`` are in the order they
-    happened: forks, prunes and frees, then allocations and copies. ``live_tokens`` are distinct, prompt included.
+    ``sharers`` tells for each live block how many branches' tables hold it. ``events`` are in the order they happened:
+    in the first frame the prompt's allocations; forks, prunes and frees, then allocations and copies. ``live_tokens``
+    are distinct, prompt included.
     The last frame has no branches but the ``result``.
     """
 

@@ -1,6 +1,7 @@
 """What generated text must look like: a JSON schema, a regular expression or a grammar, by the library xgrammar."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from reprlib import repr as shown  # abbreviates: a user's value may be of any length
@@ -110,7 +111,8 @@ class GrammarCompiler:
                 return compiler.compile_json_schema(grammar.text, any_whitespace=False)
             return (compiler.compile_regex if grammar.kind == "regex" else compiler.compile_grammar)(grammar.text)
         except Exception as error:  # of the library's own, by no class of their own
-            text = str(error).strip().splitlines()
+            # Without the clock and the C++ line that the library puts in front.
+            text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip()).splitlines()
             raise ValueError(
                 f"grammar: this {grammar.kind} cannot be used: {text[0][:200] if text else error!r}"
             ) from error

@@ -193,7 +193,10 @@ class Group:
         self.backlog.add(Piece(token_ids, start, branch.block_table, branch))
 
     def take(self, limit: int) -> Piece:
-        """Tokens of the backlog for the next pass, at most ``limit``; blocks of the prompt that they fill are found."""
+        """Tokens of the backlog for the next pass, at most ``limit``.
+
+        Blocks of the prompt that they fill can be found by later requests.
+        """
         piece = self.backlog.take(limit)
         if self.steps:
             self.recomputed_tokens += len(piece.token_ids)
@@ -216,7 +219,7 @@ class Group:
             self.prefill_tokens = 0
 
     def _swap_out(self) -> None:
-        """Save what the blocks hold, where that spares computing it: the next step must need nothing else."""
+        """Save what the blocks hold, unless something is yet to be computed: then nothing would be spared."""
         if self._swap_space is not None and self._in_pieces and self.steps and not self.backlog.num_tokens:
             self._swapped = self._swap_space.save([block.block_id for block in self.tree.blocks()])
 

@@ -52,8 +52,8 @@ _NUMBERS: list[tuple[str, int | float | None, str]] = [
     ("repetition-penalty", SamplingParams.repetition_penalty, "above 1: repeat less"),
     ("no-repeat-ngram-size", SamplingParams.no_repeat_ngram_size, "no run of so many tokens twice; 0: off"),
     ("best-of", None, "draw so many samples, return those with the best mean log-prob"),
-    ("logprobs", None, "with --json: the plain model's log-probs, and so many likeliest tokens beside each"),
-    ("seed", None, "of the draws; a fresh one is shown with the result"),
+    ("logprobs", None, "in JSON: the plain model's log-probs, and so many likeliest tokens beside each"),
+    ("seed", None, "of the draws; a fresh one is in the result"),
 ]
 
 
@@ -97,7 +97,9 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--swap-memory", type=_num_bytes, metavar="SIZE", help="bytes on the host for preempted requests (4G on CUDA)"
     )
-    group.add_argument("--kv-memory", type=_num_bytes, metavar="SIZE", help="bytes of the pool on a CPU (2G)")
+    group.add_argument(
+        "--kv-memory", type=_num_bytes, metavar="SIZE", help="bytes of the pool (on a CPU 2G; on a GPU what is left)"
+    )
 
 
 DECODER_OPTIONS = (
@@ -121,6 +123,8 @@ def make_params(options: dict[str, Any], *, sample: bool) -> Params:
     for name in options:
         if name not in names:
             raise ValueError(f"--{name.replace('_', '-')} does not go with {'--sample' if sample else 'beam search'}")
+        if name in ("temperature", "top_k", "top_p", "min_p") and not sample and not options.get("do_sample"):
+            raise ValueError(f"--{name.replace('_', '-')} is for --sample, or for beams that draw (--do-sample)")
     return kind(**options)
 
 

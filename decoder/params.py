@@ -65,6 +65,7 @@ class _Params:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._keep(**{field.name: field_checks.plain(getattr(self, field.name)) for field in dataclasses.fields(self)})
         check_integer("max_new_tokens", self.max_new_tokens, 1)
         check_integer("min_new_tokens", self.min_new_tokens, 0)
         if self.min_new_tokens > self.max_new_tokens:
@@ -106,6 +107,8 @@ class _Params:
 
         Raises ValueError for a setting that would change the result and that cowbeam does not have.
         """
+        if generation_config is None or isinstance(generation_config, Mapping):
+            raise ValueError(f"from_generation_config takes a GenerationConfig, got {shown(generation_config)}")
         for name, neutral in _UNSUPPORTED.items():
             value = getattr(generation_config, name, None)
             if value is not None and value != neutral and name not in changes:
@@ -160,7 +163,7 @@ class BeamSearchParams(_Params):
             prompt and in the middle of a token, and must end in a generated one; special tokens count as written. The
             completion's text ends in front of it, its tokens and log-probs are whole; ``finish_reason`` is "stop".
         grammar: allow only text of this Grammar (or of ``{"json_schema": …}``, ``{"regex": …}``, ``{"ebnf": …}``); what
-            ends by an EOS id fits it as a whole. Every branch is somewhere of its own in the grammar. Needs the extra
+            ends by an EOS id fits it as a whole. Each branch has its own position in it. Needs the extra
             ``cowbeam[grammar]``.
         logprobs: give each completion ``token_logprobs``: the plain model's log-prob of each token, before penalties,
             temperature and the like, and so many of the likeliest tokens beside it; 0: none beside it. (``logprobs`` of

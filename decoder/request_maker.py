@@ -98,7 +98,11 @@ class RequestMaker:
             return token_ids  # in a tenth of the time: a prompt of 8,192 tokens would keep the device waiting for 4 ms
         token_ids = tuple(int(t) if isinstance(t, np.integer) else t for t in token_ids)
         for position, token_id in enumerate(token_ids):
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < size:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise ValueError(
+                    f"a prompt must be text or a list of token ids, its item {position} is {shown(token_id)}"
+                )
+            if not 0 <= token_id < size:
                 raise ValueError(f"prompt token {position} is {shown(token_id)}; the model knows ids 0 to {size - 1}")
         return token_ids
 
@@ -130,6 +134,8 @@ def _check_known(params: Params, vocabulary_size: int) -> None:
         "suppress_tokens": [params.suppress_tokens or ()],
         "begin_suppress_tokens": [params.begin_suppress_tokens or ()],
     }
+    if params.logprobs is not None and params.logprobs > vocabulary_size:
+        raise ValueError(f"logprobs={params.logprobs} are more than the {vocabulary_size} tokens of the model")
     for name, each in sequences.items():
         largest = max((token_id for token_ids in each for token_id in token_ids), default=0)
         if largest >= vocabulary_size:

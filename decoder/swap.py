@@ -1,7 +1,8 @@
 """Where the blocks of preempted groups wait on the host, so that nothing of them is computed anew.
 
-To the host and back K/V take a fraction of the time that computing them takes (`BENCHMARKS.md`). The room is bounded:
-who finds none is computed anew. So is everybody on a CPU, unless asked for: its pool lies in the host's memory already.
+To the host and back K/V take a fraction of the time that computing them takes (`BENCHMARKS.md`). The room is bounded: a
+group that finds none is computed anew. On a CPU all are, unless `swap_memory` is given: the pool lies in the host's
+memory already.
 """
 
 import logging

@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # What only an NVIDIA GPU shows: bash scripts/test_cuda.sh. Exactness over the Triton path, every kernel against float64,
 # compiled layers, experts, whole searches in 16 bits, and models on several devices where there are two GPUs.
-# PYTHON names an interpreter that has torch, triton, transformers, accelerate, pytest and pytest-xdist (.venv's).
+# It sets up .venv as test.sh does, unless PYTHON names an interpreter that has torch, triton, transformers, accelerate,
+# pytest and pytest-xdist.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-.venv/bin/python}
+if [ -z "${PYTHON:-}" ]; then
+  source scripts/environment.sh
+  prepare_environment dev
+fi
 
 # Where the package is not installed, it is found by links to its folders.
 if ! "$python" -c "import cowbeam.decoder" 2>/dev/null; then

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,20 @@ def test_tables_when_piped_are_plain(model_path, capsys):
     assert "\x1b" not in out + err
 
 
+def test_a_prompt_is_as_long_when_it_was_computed_before(model_path, capsys):
+    prompt = "the fox and the dog and the fox and the dog and the fox and the dog"
+    _, out, _ = run(model_path, capsys, prompt, prompt, "--block-size", "1", "--max-new-tokens", "2")
+    lengths = re.findall(r"prompt of (\d+) tokens computed once(, \d+ of them before)?;", " ".join(out.split()))
+    assert len(lengths) == 2
+    assert lengths[0][0] == lengths[1][0]
+    assert [bool(before) for _, before in lengths] == [False, True]
+
+
+def test_the_model_is_fetched_by_a_command_with_a_help(capsys):
+    assert main(["fetch-model", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: cowbeam fetch-model")
+
+
 def test_samples_take_a_seed_and_name_it(model_path, capsys):
     arguments = [
         "the fox",
@@ -126,7 +141,7 @@ def test_prefix_reuse_is_a_switch(model_path, capsys, options, reused):
         (["x", "--early-stopping", "sometimes"], "'sometimes' is not true, false or never"),
         (["x", "--kv-memory", "lots"], "'lots' is no number of bytes"),
         (["x", "--sample", "--num-beams", "2"], "--num-beams does not go with --sample"),
-        (["x", "--temperature", "0.5"], "temperature=0.5 has no effect without do_sample=True"),
+        (["x", "--temperature", "0.5"], "--temperature is for --sample, or for beams that draw (--do-sample)"),
         (["x", "--chat"], "the model has no chat template"),
         (["x", "--max-rows", "0"], "max_rows must be a positive integer, got 0"),
         (["x", "--max-rows", "lots"], "argument --max-rows: invalid int value: 'lots'"),

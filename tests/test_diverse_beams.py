@@ -207,6 +207,7 @@ def test_what_groups_of_an_attached_model_do_not_take() -> None:
     ids, groups = torch.tensor([[3, 1, 4]], device=model.device), {"num_beams": 4, "num_beam_groups": 2}
     for more, message in (
         ({"stopping_criteria": [lambda *_: True]}, "stopping_criteria does not go with num_beam_groups"),
+        ({"stop_strings": ["a"]}, "stop_strings does not go with num_beam_groups"),
         ({}, "diversity_penalty=0 makes all num_beam_groups alike"),
         ({"diversity_penalty": 1.0, "num_beams": 5}, "num_beam_groups=2 does not divide num_beams=5"),
         ({"diversity_penalty": 1.0, "max_time": 3.0}, "max_time=3.0"),

@@ -247,8 +247,9 @@ def test_unusable_values_are_refused(value: Any, message: str) -> None:
     ],
 )
 def test_what_is_no_grammar_is_refused_before_any_work(grammar: Grammar, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=f"^{message}") as refusal:
         decoder_of("llama").generate([7], SamplingParams(grammar=grammar, eos_token_id=EOS))
+    assert ".cc:" not in str(refusal.value), "the library's own source says nothing to a user"
 
 
 def test_what_a_grammar_needs() -> None:

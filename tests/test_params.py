@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import GenerationConfig
 
@@ -155,3 +156,11 @@ def test_settings_that_cowbeam_lacks_are_not_dropped(field: str, value: Any) -> 
     setattr(config, field, value)
     with pytest.raises(ValueError, match=f"^{field}="):
         BeamSearchParams.from_generation_config(config)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    given = SamplingParams(num_return_sequences=np.int64(3), temperature=np.float32(0.5), suppress_tokens=[np.int32(4)])
+    assert given == SamplingParams(num_return_sequences=3, temperature=0.5, suppress_tokens=[4])
+    assert [type(v) for v in (given.num_return_sequences, given.temperature)] == [int, float]
+    with pytest.raises(ValueError, match=r"^num_beams must be an integer of at least 1, got 2\.0$"):
+        BeamSearchParams(num_beams=np.float64(2))

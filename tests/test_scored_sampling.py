@@ -163,6 +163,7 @@ def test_an_error_is_the_requests_alone() -> None:
     decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=256)
     mistakes: list[tuple[Any, type[Exception], str]] = [
         (lambda _: [0.0], ValueError, "branch_scorer gave 1 scores for 4 branches"),
+        (lambda _: None, ValueError, "branch_scorer gave None: it must give a score for each of its branches"),
         (lambda _: [math.nan] * 4, ValueError, "a score is a number or -inf"),
         (lambda branches: branches[99], IndexError, "index"),
     ]
