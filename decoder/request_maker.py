@@ -134,8 +134,6 @@ def _check_known(params: Params, vocabulary_size: int) -> None:
         "suppress_tokens": [params.suppress_tokens or ()],
         "begin_suppress_tokens": [params.begin_suppress_tokens or ()],
     }
-    if params.logprobs is not None and params.logprobs > vocabulary_size:
-        raise ValueError(f"logprobs={params.logprobs} are more than the {vocabulary_size} tokens of the model")
     for name, each in sequences.items():
         largest = max((token_id for token_ids in each for token_id in token_ids), default=0)
         if largest >= vocabulary_size:

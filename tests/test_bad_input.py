@@ -194,11 +194,6 @@ def test_a_model_that_was_cast_meanwhile() -> None:
     decoder.generate(PROMPT, GOOD)
 
 
-def test_more_likeliest_tokens_than_there_are(decoder: Decoder) -> None:
-    with pytest.raises(ValueError, match=r"^logprobs=68 are more than the 67 tokens of the model$"):
-        decoder.generate(PROMPT, BeamSearchParams(logprobs=68))
-
-
 def test_triton_needs_a_gpu_or_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match='attention="triton" needs a CUDA device; the model is on cpu'):
