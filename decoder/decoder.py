@@ -329,7 +329,7 @@ class Decoder:
     def abort(self, run: Run) -> None:
         """Drop a request, queued or running: its blocks are free on return and ``run.error`` says that it was aborted.
 
-        Nothing happens to a run that is over.
+        Nothing happens to a run that is over. Raises ValueError for what is no run of this decoder.
         """
         if not isinstance(run, Run):
             raise ValueError(f"abort takes what add_request returned, got {shown(run)}")

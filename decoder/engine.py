@@ -173,11 +173,15 @@ class Engine:
     def abort(self, run: Run) -> None:
         """Drop a request; its blocks are free on return, or at the end of a turn that another thread is in.
 
-        Nothing happens to one that is over.
+        Nothing happens to one that is over. Raises ValueError for one of another engine: in the middle of dropping it,
+        it would take down what is in flight here.
 
         Never waits: Python may collect an abandoned stream anywhere, in the middle of a turn or of another decoder's,
         whose thread this one's may be waiting for.
         """
+        # Asked in this order: where a turn has failed, runs end before there is a new pool.
+        if run.group.tree.pool is not self.pool and not run.is_over:
+            raise ValueError("the run is in flight in another decoder, which alone can abort it")
         self._aborted.append(run)
         self._drop_aborted()
 
@@ -206,6 +210,7 @@ class Engine:
                 yield
         finally:
             self._callers.pop()
+            self._drop_aborted()  # who aborted meanwhile found the lock held
 
     def counters(self) -> Counters:
         """What is in flight and what was done so far."""
@@ -214,7 +219,7 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Assert every invariant of pool and branches; for tests."""
-        with self._lock:
+        with self._called():
             held = [branch.last_block for group in self._runs for branch in group.branches]
             self.pool.check_integrity(held)
             for group in self._runs:

@@ -307,3 +307,57 @@ def test_a_closed_decoder_says_so():
         with pytest.raises(ValueError, match="the decoder is closed"):
             use()
     decoder.abort(run)  # an `except` or `finally` of the loop may come to this; nothing is left to free
+
+
+@pytest.mark.parametrize("call", ["counters", "check_integrity", "forget_prefixes", "add_request"])
+def test_who_aborts_while_another_caller_is_at_the_lock_is_not_forgotten(call):
+    """The one who held the lock left, and nobody dropped the request until somebody turned the engine again."""
+    decoder = make_decoder()
+    run = decoder.add_request(PROMPT, BEAMS)
+    decoder.step()
+    is_held, may_go = threading.Event(), threading.Event()
+    lock = decoder._engine._lock
+
+    class Slow:
+        def __enter__(self):
+            lock.acquire()
+            if threading.current_thread() is other:
+                is_held.set()
+                assert may_go.wait(20)
+
+        def __exit__(self, *_):
+            lock.release()
+
+        acquire, release = lock.acquire, lock.release
+
+    arguments = {"add_request": (PROMPT, BEAMS)}.get(call, ())
+    other = threading.Thread(target=getattr(decoder, call), args=arguments)
+    decoder._engine._lock = Slow()
+    other.start()
+    assert is_held.wait(20)
+    decoder.abort(run)
+    assert not run.is_over, "the lock is held"
+    may_go.set()
+    other.join()
+    assert "aborted" in str(run.error)
+    while decoder.step() or decoder.counters().running:
+        pass
+    assert_unused(decoder)
+
+
+@pytest.mark.parametrize("kind", ["another decoder's", "none", "a result"])
+def test_who_aborts_what_is_no_run_of_the_decoder_is_told_and_the_others_go_on(kind):
+    decoder, other = make_decoder(), make_decoder()
+    theirs, mine = other.add_request(PROMPT, BEAMS), decoder.add_request(PROMPT, BEAMS)
+    decoder.step(), other.step()
+    wrong = {"another decoder's": theirs, "none": None, "a result": decoder.prepare(PROMPT, BEAMS)}[kind]
+    with pytest.raises(ValueError, match=r"in flight in another|abort takes what add_request"):
+        decoder.abort(wrong)
+    for each, run in ((decoder, mine), (other, theirs)):
+        while not run.is_over:
+            each.step()
+        assert run.result is not None, run.error
+        each.abort(run)  # is over
+        assert_unused(each)
+    decoder.abort(theirs)  # is over, wherever it ran
+    assert_unused(decoder)
