@@ -370,15 +370,24 @@ class Engine:
             else:
                 candidates = self._runs[group].source.with_plain(unpack(columns.tolist()))
                 self._tell(self._runs[group], candidates)
-                try:
-                    chosen.append(group.choose(candidates))
-                except ScorerError as error:  # a user's function, of this request alone
-                    self._fail(group, error.__cause__ or error)
-                    chosen.append([])
-                    continue
-                if group.strategy.is_done:
-                    self._finish(group)
+                chosen.append(self._select(group, candidates))
+                if group in self._runs:
+                    group.follow(chosen[-1])
+                    if group.strategy.is_done:
+                        self._finish(group)
         return chosen
+
+    def _select(self, group: Group, candidates: Sequence[Candidate]) -> list[Continuation]:
+        """The strategy's choice. Scorers and the tokenizer, for stop strings, fail their own request alone: none."""
+        try:
+            return group.select(candidates)
+        except ScorerError as error:
+            self._fail(group, error.__cause__ or error)
+        except AssertionError:  # a broken invariant
+            raise
+        except Exception as error:
+            self._fail(group, error)
+        return []
 
     def _follow(self, flight: Flight, chosen: Sequence[Sequence[Continuation]]) -> None:
         """Tell the sources what the host chose."""

@@ -245,9 +245,13 @@ class Group:
 
     def choose(self, candidates: Sequence[Candidate]) -> list[Continuation]:
         """Let the strategy choose and make its choice the live branches; returns it. Frees everything when done."""
-        continuations = self.strategy.select(candidates, [branch.last_token for branch in self._ranked()])
+        continuations = self.select(candidates)
         self.follow(continuations)
         return continuations
+
+    def select(self, candidates: Sequence[Candidate]) -> list[Continuation]:
+        """Let the strategy choose. Users' functions take part: where one raises, the group can only be freed."""
+        return self.strategy.select(candidates, [branch.last_token for branch in self._ranked()])
 
     def follow(self, continuations: Sequence[Continuation]) -> None:
         """Make these the live branches; whoever is not continued is freed."""

@@ -168,6 +168,40 @@ def test_a_tokenizer_that_fails_in_a_frame_fails_its_own_stream(looks_ahead):
     assert decoder.num_free_blocks == decoder.num_blocks
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
+@pytest.mark.parametrize("kind", ["beams", "samples", "scored"])
+def test_a_tokenizer_that_fails_as_a_token_is_chosen_fails_its_own_request(kind, looks_ahead):
+    """Stop strings and scorers want text in the middle of a choice; its fault once ended whatever else was running."""
+    decoder = make_decoder()
+    decoder._engine._looks_ahead = looks_ahead
+    decoder.tokenizer = Spelling()
+    samples = {"num_return_sequences": 2, "max_new_tokens": 12, "eos_token_id": [], "seed": 1}
+    params = {
+        "beams": BeamSearchParams(num_beams=3, max_new_tokens=12, eos_token_id=[], stop_strings=["!"]),
+        "samples": SamplingParams(**samples, stop_strings=["!"]),
+        "scored": SamplingParams(
+            **samples, branch_scorer=BranchScorer(score=lambda views: [0.0] * len(views), every=1)
+        ),
+    }
+    others = [BEAMS, SamplingParams(**samples), SamplingParams(**samples)]
+    alone = [token_ids(decoder.generate(PROMPT, other)) for other in others]
+    runs = [decoder.add_request(PROMPT, other) for other in others[:2]]
+    mine = decoder.add_request(PROMPT[:5], params[kind])
+    runs.append(decoder.add_request(PROMPT, others[2]))
+    for _ in range(4):
+        decoder.step()
+    decoder.tokenizer.is_broken = True
+    ended = decoder.step()
+    decoder.tokenizer.is_broken = False
+    assert ended == [mine]
+    assert isinstance(mine.error, UnicodeError)
+    while not all(run.is_over for run in runs):
+        decoder.step()
+        decoder.check_integrity()
+    assert [token_ids(run.result) for run in runs] == alone
+    assert_unused(decoder)
+
+
 def test_a_stream_collected_in_another_decoders_turn_does_not_lock():
     """Its thread held the switch of the models' attention and waited for a lock whose holder waited for the switch."""
     one, two = make_decoder(), make_decoder()
