@@ -89,6 +89,8 @@ class Engine:
 
     def _start_afresh(self) -> None:
         self._runs: dict[Group, Run] = {}
+        # Not the runs': these may be kept by the thousand, and a source holds rows as wide as the vocabulary.
+        self._source_of: dict[Group, CandidateSource] = {}
         self.pool = BlockPool(self._num_blocks, self._cache.block_size, prefix_reuse=self._prefix_reuse)
         self._seen = self._adapter.weights_seen  # by what is in the pool
         self._scheduler = Scheduler(self.pool, self._max_rows)
@@ -114,7 +116,8 @@ class Engine:
             )
             if watch == "frames":
                 group.tree.events = []
-            run = Run(group, CandidateSource(group, self._adapter.device), watch)
+            run = Run(group, watch)
+            self._source_of[group] = CandidateSource(group, self._adapter.device)
             self._runs[group] = run
             self._scheduler.add(group)
             return run
@@ -350,7 +353,7 @@ class Engine:
         )
 
     def _sources(self, groups: Sequence[Group]) -> list[CandidateSource]:
-        return [self._runs[group].source for group in groups]
+        return [self._source_of[group] for group in groups]
 
     def _choose(self, flight: Flight, landing: Landing) -> list[list[Continuation]]:
         """Let the host choose; the continuations of each group, none where it is over."""
@@ -358,7 +361,7 @@ class Engine:
         for group, (columns, maxima) in zip(flight.groups, landing.candidates(), strict=True):
             if group not in self._runs or not group.tree.num_blocks:  # aborted or preempted while it was in flight
                 chosen.append([])
-            elif error := self._runs[group].source.fault:
+            elif error := self._source_of[group].fault:
                 self._fail(group, error)
                 chosen.append([])
             elif fault := fault_of(group.strategy, columns[0], maxima):
@@ -368,7 +371,7 @@ class Engine:
                 )
                 chosen.append([])
             else:
-                candidates = self._runs[group].source.with_plain(unpack(columns.tolist()))
+                candidates = self._source_of[group].with_plain(unpack(columns.tolist()))
                 self._tell(self._runs[group], candidates)
                 chosen.append(self._select(group, candidates))
                 if group in self._runs:
@@ -455,7 +458,7 @@ class Engine:
         group.free()
         self._scheduler.remove(group)
         self._tally.leave(group)
-        del self._runs[group]
+        del self._source_of[group], self._runs[group]
         if self._flight is not None and self._runs.keys().isdisjoint(self._flight.groups):
             self._flight = None  # nobody waits for it any more
 

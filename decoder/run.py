@@ -4,7 +4,6 @@ from collections import deque
 from typing import Literal
 
 from cowbeam.decoder.branch_texts import BranchTexts
-from cowbeam.decoder.candidates import CandidateSource
 from cowbeam.decoder.frames import Frame
 from cowbeam.decoder.group import Group
 from cowbeam.decoder.outputs import DecodeResult
@@ -23,9 +22,8 @@ class Run:
     token id, log-prob), until the caller takes them (``popleft``); else both are None.
     """
 
-    def __init__(self, group: Group, source: CandidateSource, watch: Watch | None) -> None:
+    def __init__(self, group: Group, watch: Watch | None) -> None:
         self.group = group
-        self.source = source
         self.texts = BranchTexts()  # of its frames
         self.frames: deque[Frame] | None = deque() if watch == "frames" else None
         self.tokens: deque[tuple[int, int, float]] | None = deque() if watch == "tokens" else None

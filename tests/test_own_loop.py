@@ -1,17 +1,21 @@
 """Requests added, turned and aborted by a loop of the user's own, and what the counters say of it."""
 
+import gc
 import random
 import threading
 import time
 from dataclasses import replace
+from types import FunctionType, ModuleType
 from unittest import mock
 
 import pytest
+import torch
 
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, scheduler
 from cowbeam.decoder.lookahead import Landing, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
 from cowbeam.decoder.scheduler import Scheduler
+from cowbeam.decoder.swap import SwapSpace
 from fakes import VOCABULARY, assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -263,6 +267,30 @@ def test_a_turn_that_fails_ends_everything_in_flight_and_nothing_else():
     assert decoder.counters().failed == 2
     assert_unused(decoder)
     assert decoder.generate(PROMPT, BEAMS).completions
+
+
+def test_a_run_that_is_over_keeps_no_tensors():
+    """Who keeps thousands of runs, or decodes thousands of prompts, kept rows as wide as the vocabulary for each."""
+    decoder = make_decoder()
+    each = [
+        BEAMS,
+        replace(BEAMS, repetition_penalty=1.2, logprobs=2),
+        SamplingParams(num_return_sequences=2, max_new_tokens=4, logprobs=2, top_k=5, seed=1),
+    ]
+    runs = [decoder.add_request(PROMPT, params) for params in each * 2]
+    decoder.abort(runs[-1])
+    while not all(run.is_over for run in runs):
+        decoder.step()
+    seen, left = set(), [vars(run) for run in runs]
+    while left:
+        if id(one := left.pop()) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        if isinstance(one, SwapSpace):  # the engine's
+            continue
+        assert not isinstance(one, torch.Tensor)
+        left += gc.get_referents(one)
+    assert id(runs[0].result) in seen
 
 
 def test_a_turn_lets_waiting_callers_go_first():
