@@ -173,10 +173,11 @@ class AsyncDecoder:
         waiter = _Waiter(request, watch)
         with self._lock:
             self._check_open()
-            self._arrived.append(waiter)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._turn_while_needed, name="cowbeam-turns")
-                self._thread.start()
+                thread = threading.Thread(target=self._turn_while_needed, name="cowbeam-turns")
+                thread.start()  # raises where the system has none to give: nobody waits for it then
+                self._thread = thread
+            self._arrived.append(waiter)
         return waiter
 
     def _check_open(self) -> None:
@@ -214,7 +215,10 @@ class AsyncDecoder:
             if self._is_closed and not waiter.is_over:
                 waiter.error = RuntimeError("the async decoder was closed")
             elif waiter.run is None:
-                waiter.run = self._decoder.add_request(waiter.request, watch=waiter.watch)
+                try:
+                    waiter.run = self._decoder.add_request(waiter.request, watch=waiter.watch)
+                except Exception as error:  # its stop strings' tokenizer, say: it is this request's alone
+                    waiter.error = error
 
 
 def _fail(waiters: list[_Waiter], error: BaseException) -> None:

@@ -194,6 +194,61 @@ def test_a_request_that_cannot_run_is_refused_alone():
     assert_unused(decoder)
 
 
+class Spelling:
+    """Fails for one token."""
+
+    def decode(self, token_ids, **_):
+        if 13 in token_ids:
+            raise OSError("no text for 13")
+        return "".join(chr(97 + token_id) for token_id in token_ids)
+
+
+def test_a_request_that_cannot_be_queued_fails_alone():
+    """All tasks were told that the decoder had failed; what they had in flight ran on and held its blocks."""
+    decoder = make_decoder()
+    decoder.tokenizer = Spelling()
+    params = BeamSearchParams(num_beams=3, max_new_tokens=6, eos_token_id=[], stop_strings=["!"], suppress_tokens=[13])
+
+    async def main():
+        async with AsyncDecoder(decoder) as decoding:
+            first = asyncio.create_task(decoding.generate(PROMPT, LONG))
+            await until(lambda: decoder.counters().turns > 1)
+            use = [decoding.generate(prompt, params) for prompt in ([13, 2], PROMPT, [5, 13])]
+            outcomes = await asyncio.gather(*use, return_exceptions=True)
+            assert not first.done()
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            return outcomes
+
+    bad, good, also_bad = asyncio.run(main())
+    for error in (bad, also_bad):
+        assert isinstance(error, OSError)
+        assert str(error) == "no text for 13"
+    assert token_ids(good) == token_ids(decoder.generate(PROMPT, params))
+    assert_unused(decoder)
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_no_endless_wait():
+    decoder = make_decoder()
+    start, left = threading.Thread.start, [1]
+
+    def refused_once(thread):
+        if thread.name == "cowbeam-turns" and left and left.pop():
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main():
+        async with AsyncDecoder(decoder) as decoding:
+            with mock.patch.object(threading.Thread, "start", refused_once):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await decoding.generate(PROMPT, BEAMS)
+                return await asyncio.wait_for(decoding.generate(PROMPT, BEAMS), 20)
+
+    result = asyncio.run(main())
+    assert token_ids(result) == token_ids(decoder.generate(PROMPT, BEAMS))
+    assert_unused(decoder)
+
+
 def test_a_fault_of_the_engine_reaches_every_task_and_ends_nothing_else():
     decoder = make_decoder()
 
