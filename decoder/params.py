@@ -207,6 +207,7 @@ class BeamSearchParams(_Params):
     def _check_groups(self) -> None:
         check_integer("num_beam_groups", self.num_beam_groups, 1)
         check_number("diversity_penalty", self.diversity_penalty, 0)
+        self._keep(diversity_penalty=float(self.diversity_penalty))  # torch takes no integer of more than 64 bits
         if self.num_beam_groups == 1:
             if self.diversity_penalty:
                 raise ValueError(f"diversity_penalty={self.diversity_penalty!r} has no effect without num_beam_groups")

@@ -1,7 +1,8 @@
 """What cannot be used is refused in one sentence that names it, before work starts, and leaves nothing behind."""
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -100,6 +101,38 @@ def test_one_bad_prompt_of_several_stops_all_before_work_starts(decoder: Decoder
 def test_params_that_do_not_fit(decoder: Decoder, params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         decoder.generate([PROMPT, PROMPT], params)
+
+
+VAST = {
+    "diversity_penalty": {"num_beams": 4, "num_beam_groups": 2},
+    "temperature": {"do_sample": True, "seed": 1},
+    "repetition_penalty": {},
+    "no_repeat_ngram_size": {},
+    "top_k": {"do_sample": True, "seed": 1},
+    "logprobs": {},
+    "sequence_bias": {},
+    "length_penalty": {"max_new_tokens": 1},
+    "eos_token_id": {},
+}
+
+
+@pytest.mark.parametrize("number", [2**62, 2**63, 2**64, 10**30, 10**38, 10**39])
+@pytest.mark.parametrize("name", VAST)
+def test_a_vast_number_is_refused_or_harms_nobody(decoder: Decoder, name: str, number: int) -> None:
+    """torch takes integers of 64 bits: one of more failed the turn, and with it all that was in flight."""
+    settings = {"max_new_tokens": 3, **VAST[name], name: {(5,): number} if name == "sequence_bias" else number}
+    neighbour = decoder.add_request(PROMPT, GOOD)
+    with suppress(ValueError):
+        run = decoder.add_request(PROMPT, BeamSearchParams(**settings))
+        while not run.is_over:
+            decoder.step()
+        completions = run.result.completions if run.result else []
+        assert run.error is None or isinstance(run.error, ValueError)
+        assert all(math.isfinite(completion.score) for completion in completions)
+    while not neighbour.is_over:
+        decoder.step()
+    assert neighbour.result is not None
+    assert_works(decoder)
 
 
 @pytest.mark.usefixtures("untouched")

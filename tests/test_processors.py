@@ -201,7 +201,7 @@ def test_what_a_user_keeps_is_his() -> None:
         ("bad_words_ids", ["bad"], "each sequence of bad_words_ids must be a list, got 'bad'"),
         ("bad_words_ids", [["a"]], "a token id of each sequence of bad_words_ids must be an integer"),
         ("sequence_bias", {3: 1.0}, "each sequence of sequence_bias must be a list, got 3"),
-        ("sequence_bias", {(3,): "high"}, "a bias of sequence_bias must be a finite number, got 'high'"),
+        ("sequence_bias", {(3,): "high"}, "a bias of sequence_bias must be a finite number at most 3.4"),
         ("sequence_bias", [3], "sequence_bias must map token sequences to numbers, got 3"),
         ("suppress_tokens", 0, "suppress_tokens must be a list, got 0"),
         ("suppress_tokens", [-1], "a token id of suppress_tokens must be an integer of at least 0, got -1"),
