@@ -73,6 +73,10 @@ class BatchJob:
     def __init__(self, prompts: Path, out: Path, defaults: LineDefaults) -> None:
         if out.exists() and prompts.exists() and out.samefile(prompts):
             raise ValueError(f"{out} holds the prompts: name another file for the results")
+        for path in (prompts, out):
+            if path.exists() and not path.is_file():
+                # A pipe gives its lines once, and for ever nothing to who reads back what was written.
+                raise ValueError(f"{path} is no file: prompts are read twice, and results are looked at to go on")
         with prompts.open("rb") as lines:
             numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
         self.num_lines = len(numbers)

@@ -52,8 +52,12 @@ class ResultsFile:
         record = {"line": number, **({} if line_id is None else {"id": line_id}), **fields}
         # `asdict` would copy every token first, which takes longer than all the rest.
         left = json.dumps(record, default=vars).encode() + b"\n"
-        while left:
-            left = left[os.write(self._file, left) :]
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except OSError as error:  # a full disk, say; which, the system does not
+            error.filename = str(self._path)
+            raise
         self._note(record)
 
     def close(self) -> None:
@@ -68,10 +72,10 @@ class ResultsFile:
         self.close()
 
     def _note(self, record: dict[str, Any]) -> None:
-        if "id" in record:
-            self.ids.add(record["id"])
-        else:
+        if record.get("id") is None:
             self.numbers.add(record["line"])
+        else:
+            self.ids.add(record["id"])
         self.num_failed += "error" in record
 
     def _read(self) -> int:
@@ -93,6 +97,7 @@ class ResultsFile:
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("line"), int) else None
+    is_result = isinstance(record, dict) and isinstance(record.get("line"), int)
+    return record if is_result and isinstance(record.get("id"), LineId | None) else None

@@ -1,6 +1,7 @@
 """``cowbeam batch``: every line once, whatever happens in between."""
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from cowbeam.decoder.batch_job import LineDefaults
+from cowbeam.decoder.batch_job import BatchJob, LineDefaults
 from cowbeam.decoder.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, main
 from cowbeam.decoder.params import BeamSearchParams, SamplingParams
 from cowbeam.decoder.results_file import ResultsFile
@@ -240,7 +241,19 @@ def test_lines_added_later_are_done_and_no_other(model_path, tmp_path):
     assert [json.loads(line)["id"] for line in added.splitlines()] == ["c"]
 
 
-@pytest.mark.parametrize("content", [b"precious", b"precious\n", b'{"line": 1}\n[]\n', b'{"prompt": "x"}\n', b"{}\n"])
+FOREIGN = [
+    b"precious",
+    b"precious\n",
+    b'{"line": 1}\n[]\n',
+    b'{"prompt": "x"}\n',
+    b"{}\n",
+    b'{"line": 1, "id": [1]}\n',
+    b'{"line": 1, "id": {}, "error": "x"}\n',
+    b'{"line": ' + b"[" * 10**5 + b"\n",
+]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
 def test_a_file_that_holds_no_results_is_left_alone(tmp_path, content):
     path = tmp_path / "notes"
     path.write_bytes(content)
@@ -266,9 +279,38 @@ def test_a_write_that_takes_a_part_goes_on(tmp_path):
     assert json.loads((tmp_path / "r").read_bytes()) == {"line": 1, "id": "é", "error": "x"}
 
 
+def test_no_id_is_none_also_where_it_is_written_out(tmp_path):
+    (tmp_path / "r").write_bytes(b'{"line": 1, "id": null, "error": "x"}\n')
+    with ResultsFile(tmp_path / "r") as file:
+        assert file.has(1, None)
+
+
+def test_a_full_disk_is_named(tmp_path, capsys, model_path):
+    prompts = write(tmp_path / "p.jsonl", [{"prompt": "the fox"}] * 3)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("os.write", side_effect=full):
+        assert run(model_path, prompts, tmp_path / "r.jsonl") == EXIT_FAILED
+    assert f"No space left on device: '{tmp_path / 'r.jsonl'}'" in capsys.readouterr().err
+    assert run(model_path, prompts, tmp_path / "r.jsonl") == 0
+    assert len(results(tmp_path / "r.jsonl")) == 3
+
+
+@pytest.mark.parametrize("prompts_are", [True, False])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_can_be_read_but_once_is_refused(tmp_path, make, prompts_are):
+    """Prompts from a pipe were counted and then none of them done, with exit code 0; on a named one it hung."""
+    make(tmp_path / "odd")
+    prompts = write(tmp_path / "p.jsonl", some_lines(3))
+    odd, other = tmp_path / "odd", tmp_path / "none"
+    with pytest.raises(ValueError, match="odd is no file: prompts are read twice"):
+        BatchJob(odd, other, LineDefaults({})) if prompts_are else BatchJob(prompts, odd, LineDefaults({}))
+    assert not other.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["p.jsonl", "--out", "/dev/null"], "/dev/null is no file"),
         (["none.jsonl", "--out", "r"], "No such file or directory: 'none.jsonl'"),
         (["p.jsonl", "--out", "p.jsonl"], "holds the prompts: name another file for the results"),
         (["p.jsonl"], "the following arguments are required: --out"),
