@@ -192,10 +192,12 @@ class AsyncDecoder:
                 self._decoder.step()
             except BaseException as error:
                 _fail(waiters, error)
+            # Asked before they are woken: in a turn of another thread a request may end at any moment.
+            left = [waiter for waiter in waiters if not waiter.is_over]
             for waiter in waiters:
                 if waiter.has_news:
                     waiter.wake()
-            waiters = [waiter for waiter in waiters if not waiter.is_over]
+            waiters = left
 
     def _is_needed(self, waiters: list[_Waiter]) -> bool:
         """Add who has arrived; False ends the thread."""

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from cowbeam.decoder import AsyncDecoder, BeamSearchParams, Decoder, SamplingParams
+from cowbeam.decoder.async_decoder import _Waiter
 from cowbeam.decoder.text_stream import TextStream
 from fakes import assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
@@ -306,6 +307,31 @@ def test_closing_ends_what_runs():
     assert_unused(decoder)
     assert decoder.generate(PROMPT, BEAMS).completions, "the decoder itself stays open"
     assert_no_thread_stays()
+
+
+@pytest.mark.parametrize("call", ["generate", "stream"])
+def test_a_request_that_another_thread_ends_at_any_moment_is_told(call, monkeypatch):
+    """It ended between two looks at it: after it was seen to have no news, before it was seen to be over."""
+    decoder = make_decoder()
+    look = _Waiter.has_news.fget
+
+    def look_and_end(waiter):
+        has_news = look(waiter)
+        while not has_news and waiter.run is not None and not waiter.run.is_over:
+            decoder.step()
+        return has_news
+
+    monkeypatch.setattr(_Waiter, "has_news", property(look_and_end))
+
+    async def main():
+        async with AsyncDecoder(decoder) as decoding:
+            if call == "generate":
+                return await decoding.generate(PROMPT, BEAMS)
+            return [frame async for frame in decoding.stream(PROMPT, BEAMS)][-1].result
+
+    result = asyncio.run(asyncio.wait_for(main(), 20))
+    assert token_ids(result) == token_ids(decoder.generate(PROMPT, BEAMS))
+    assert_unused(decoder)
 
 
 def test_a_loop_that_ends_leaves_nothing_behind():
