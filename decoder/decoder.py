@@ -212,7 +212,7 @@ class Decoder:
             runs.extend(engine.add_request(request) for request in requests)
             for run in runs:
                 while not run.is_over:
-                    engine.step(run)
+                    self._turn(engine, runs, run)
                 if run.error is not None:
                     raise run.error
         finally:
@@ -276,9 +276,18 @@ class Decoder:
                     raise run.error
                 if is_over:
                     return
-                engine.step(run)
+                self._turn(engine, [run], run)
         finally:
             engine.abort(run)
+
+    @staticmethod
+    def _turn(engine: Engine, runs: Sequence[Run], run: Run) -> None:
+        """A turn for ``run``. Raises what it raises, unless all of ``runs`` had finished before that."""
+        try:
+            engine.step(run)
+        except Exception:  # of another caller's request
+            if any(run.result is None for run in runs):
+                raise
 
     def prepare(self, prompt: Prompt, params: Params | None = None) -> Request:
         """Tokenize and check one prompt; nothing is queued. Raises ValueError for what cannot be decoded."""

@@ -103,8 +103,8 @@ class ManyPrompts:
     def _turn(self) -> Iterator[Outcome]:
         try:
             self._decoder.step()
-        except Exception:
-            if not any(isinstance(run.error, TurnError) for _, run in self._runs.values()):
+        except Exception:  # of a failed turn: whoever had finished in it has a result, the others have errors
+            if not all(run.is_over for _, run in self._runs.values()):
                 raise
         over = [index for index, (_, run) in self._runs.items() if run.is_over]
         failed = []
@@ -113,6 +113,7 @@ class ManyPrompts:
             if isinstance(run.error, TurnError):
                 failed.append((index, request))
             else:
+                self._faults = 0
                 yield _outcome(index, run)
         yield from self._again(failed)
 

@@ -241,3 +241,26 @@ def test_what_goes_wrong_as_a_prompt_is_queued_is_its_own(monkeypatch):
     assert str(outcomes[1].error) == "not this one"
     assert outcomes[0].result is not None
     assert outcomes[2].result is not None
+
+
+def test_faults_in_succession_are_counted_without_those_between():
+    """Where each prompt came alone, three that failed ended the iteration, with a thousand results between them."""
+    decoder = make_decoder()
+    is_done = True
+    prompts = [[66, 2] if number % 2 else [3 + number, 2] for number in range(12)]
+
+    def one_by_one():
+        nonlocal is_done
+        for prompt in prompts:
+            is_done = False
+            yield prompt, GREEDY
+            while not is_done:
+                yield None
+
+    outcomes = []
+    with failing_on(decoder.model, lambda ids: ids == [66, 2]):
+        for outcome in decoder.generate_pairs(one_by_one()):
+            outcomes.append(outcome)
+            is_done = True
+    assert [isinstance(outcome.error, ZeroDivisionError) for outcome in outcomes] == [False, True] * 6
+    assert_unused(decoder)

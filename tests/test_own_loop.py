@@ -389,3 +389,30 @@ def test_who_aborts_what_is_no_run_of_the_decoder_is_told_and_the_others_go_on(k
         assert_unused(each)
     decoder.abort(theirs)  # is over, wherever it ran
     assert_unused(decoder)
+
+
+@pytest.mark.parametrize("call", ["generate", "generate_many", "stream"])
+def test_who_had_finished_before_the_turn_failed_has_its_result(call, monkeypatch):
+    """The next step, of another caller's request, was launched in that turn and failed: both got its error."""
+    decoder = make_decoder()
+    alone = token_ids(decoder.generate(PROMPT, BEAMS))
+    engine = decoder._engine
+    decode = engine._graphs.decode
+
+    def failing(inputs):
+        if engine._finished:
+            raise MemoryError("no room for a step")
+        return decode(inputs)
+
+    monkeypatch.setattr(engine._graphs, "decode", failing)
+    theirs = decoder.add_request(PROMPT, replace(BEAMS, max_new_tokens=20))
+    if call == "generate":
+        result = decoder.generate(PROMPT, BEAMS)
+    elif call == "generate_many":
+        (outcome,) = decoder.generate_many([PROMPT], BEAMS)
+        result = outcome.result
+    else:
+        result = list(decoder.stream(PROMPT, BEAMS))[-1].result
+    assert token_ids(result) == alone
+    assert isinstance(theirs.error.__cause__, MemoryError)
+    assert_unused(decoder)
