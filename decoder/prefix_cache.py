@@ -85,13 +85,12 @@ class PrefixCache:
 
     def clear(self) -> list["Block"]:
         """Forget everything; the blocks that nobody holds."""
-        kept = list(self._kept)
-        self._kept.clear()
-        self._by_content.clear()
-        self._content_of.clear()
+        # At once, and only then: a stream that Python collects in between gives blocks back, known by what they hold.
         self.changes += 1
         self.generation += 1
-        return kept
+        nothing: OrderedDict[Block, None] = OrderedDict()
+        kept, self._kept, self._by_content, self._content_of = self._kept, nothing, {}, {}
+        return list(kept)
 
     def _forget(self, block: "Block") -> None:
         del self._by_content[self._content_of.pop(block)]

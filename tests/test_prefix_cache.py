@@ -1,6 +1,7 @@
 """Blocks found by their content: which are found, which are given away first, and that none is found wrongly."""
 
 import random
+import sys
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from cowbeam.decoder.blocks import Block, BlockPool
 from cowbeam.decoder.group import Group, KVBytes, Request
 from cowbeam.decoder.params import SamplingParams
+from cowbeam.decoder.prefix_cache import PrefixCache
 from cowbeam.decoder.strategy import Candidate
 
 PROMPT = tuple(range(100, 112))
@@ -175,6 +177,35 @@ def test_everything_is_forgotten_also_what_is_computed_by_now():
     assert found(pool, PROMPT) == found(pool, (7,) * 9) == 0
     assert (pool.num_free, pool.prefixes.num_kept) == (16, 0)
     pool.check_integrity([])
+
+
+def test_what_is_given_back_in_the_middle_of_forgetting_is_not_lost():
+    """A stream that Python collects gives its blocks back between any two lines: one was neither free nor kept then."""
+    lines, number = 1, 0
+    while number < lines:
+        pool, number, lines = make_pool(), number + 1, 0
+        compute(make_group(pool, (7, *PROMPT))).free()
+        group = compute(make_group(pool))
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if frame.f_code is not PrefixCache.clear.__code__:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == number:  # noqa: B023  # called in this round alone
+                group.free()  # noqa: B023
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            pool.forget_prefixes()
+        finally:
+            sys.settrace(before)
+        pool.check_integrity([])
+        assert pool.num_free == pool.num_blocks
+        assert found(pool, PROMPT) == 0
+    assert number > 3
 
 
 def test_blocks_of_unusable_logits_are_not_found():
