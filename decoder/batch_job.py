@@ -165,7 +165,8 @@ class BatchJob:
             raise ValueError("a line has either a prompt or token_ids")
         prompt = fields.get("prompt", fields.get("token_ids"))
         if not isinstance(prompt, str if "prompt" in fields else list):
-            raise ValueError("prompt must be text" if "prompt" in fields else "token_ids must be a list of integers")
+            wanted = "prompt must be text" if "prompt" in fields else "token_ids must be a list of integers"
+            raise ValueError(f"{wanted}, got {json.dumps(prompt)[:100]}")
         if self._defaults.chat and isinstance(prompt, str):
             prompt = chat_token_ids(decoder, prompt)
         return BatchLine(number, line_id, prompt, self._defaults.params(fields.get("params", {})))

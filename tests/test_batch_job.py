@@ -97,7 +97,7 @@ def test_a_bad_line_is_one_error_record(model_path, tmp_path):
         4: ([1, 2], "a line is an object"),
         5: ({"text": "x"}, "'text' is none of id, prompt, token_ids, params"),
         6: ({"prompt": "x", "token_ids": [1]}, "either a prompt or token_ids"),
-        7: ({"prompt": 5}, "prompt must be text"),
+        7: ({"prompt": 5}, "prompt must be text, got 5"),
         8: ({"token_ids": [999]}, "prompt token 0 is 999"),
         9: ({"prompt": "x", "params": {"num_beams": 0}}, "num_beams must be an integer of at least 1"),
         10: ({"prompt": "x", "params": {"beams": 2}}, "beam search has no parameter 'beams'"),
