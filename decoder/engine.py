@@ -468,6 +468,7 @@ class Engine:
         finally:
             for group in self._runs:
                 self._tally.leave(group)
+                group.leave_swap_space()
             # Who had just finished may have a result already, or has none because it could not be made.
             for run in (*self._runs.values(), *self._finished):
                 if run.is_over:

@@ -308,7 +308,12 @@ class Group:
             self._free(branch)
         self.branches = []
         self._forget_swapped()
+        self.leave_swap_space()
         self.backlog.clear()
+
+    def leave_swap_space(self) -> None:
+        """Know nothing of it any more: who keeps the group may outlast it, and it is gigabytes of pinned memory."""
+        self._swapped = self._swap_space = None
 
     def _free(self, branch: Branch) -> None:
         if self._may_be_found and not self.backlog.num_tokens:

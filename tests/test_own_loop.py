@@ -4,8 +4,9 @@ import gc
 import random
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, NoneType
 from unittest import mock
 
 import pytest
@@ -14,8 +15,8 @@ import torch
 from cowbeam.decoder import BeamSearchParams, Decoder, SamplingParams, scheduler
 from cowbeam.decoder.lookahead import Landing, Lookahead
 from cowbeam.decoder.model_adapter import ModelAdapter
+from cowbeam.decoder.run import TurnError
 from cowbeam.decoder.scheduler import Scheduler
-from cowbeam.decoder.swap import SwapSpace
 from fakes import VOCABULARY, assert_unused, random_beam_settings, random_prompt, tiny_model, token_ids
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
@@ -271,9 +272,9 @@ def test_a_turn_that_fails_ends_everything_in_flight_and_nothing_else():
 
 def test_a_run_that_is_over_keeps_no_tensors():
     """Who keeps thousands of runs, or decodes thousands of prompts, kept rows as wide as the vocabulary for each."""
-    decoder = make_decoder()
+    decoder = Decoder(tiny_model("llama"), block_size=4, num_blocks=24, swap_memory=2**20)
     each = [
-        BEAMS,
+        replace(BEAMS, max_new_tokens=20),
         replace(BEAMS, repetition_penalty=1.2, logprobs=2),
         SamplingParams(num_return_sequences=2, max_new_tokens=4, logprobs=2, top_k=5, seed=1),
     ]
@@ -281,13 +282,19 @@ def test_a_run_that_is_over_keeps_no_tensors():
     decoder.abort(runs[-1])
     while not all(run.is_over for run in runs):
         decoder.step()
+        if decoder.counters().finished and any(run.group._swapped for run in runs):
+            runs += [decoder.add_request(PROMPT, BEAMS)]
+            with mock.patch.object(Lookahead, "land", side_effect=MemoryError), suppress(MemoryError):
+                decoder.step()
+    assert {type(run.error) for run in runs} == {NoneType, RuntimeError, TurnError}
+    for run in runs:
+        if run.error is not None:
+            run.error.__cause__ = run.error.__traceback__ = None  # whose frames are Python's to keep
     seen, left = set(), [vars(run) for run in runs]
     while left:
         if id(one := left.pop()) in seen or isinstance(one, type | ModuleType | FunctionType):
             continue
         seen.add(id(one))
-        if isinstance(one, SwapSpace):  # the engine's
-            continue
         assert not isinstance(one, torch.Tensor)
         left += gc.get_referents(one)
     assert id(runs[0].result) in seen
