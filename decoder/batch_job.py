@@ -83,7 +83,9 @@ class BatchJob:
         self._prompts = prompts
         self._defaults = defaults
         self._results = ResultsFile(out)
-        if self._results.num_done > self.num_lines or max(self._results.numbers, default=0) > max(numbers, default=0):
+        # Not their sum: a line that failed without an id, was mended and done again by one, is there twice.
+        done = self._results
+        if len(done.ids) > self.num_lines or max(done.numbers, default=0) > max(numbers, default=0):
             self._results.close()
             raise ValueError(
                 f"{out} has results of other prompts than the {self.num_lines} lines of {prompts}: name another file"

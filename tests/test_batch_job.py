@@ -241,6 +241,19 @@ def test_lines_added_later_are_done_and_no_other(model_path, tmp_path):
     assert [json.loads(line)["id"] for line in added.splitlines()] == ["c"]
 
 
+def test_a_line_that_was_mended_is_done_and_the_file_can_be_gone_on_with(model_path, tmp_path):
+    """It failed by its number, and was done by its id: more results than lines, all of them of this file."""
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "r.jsonl"
+    good, again = {"id": "a", "prompt": "the"}, {"id": "b", "prompt": "fox"}
+    write(prompts, [good, good])
+    assert run(model_path, prompts, out, "--max-new-tokens", "3") == EXIT_FAILED
+    write(prompts, [good, again])
+    for _ in range(2):
+        assert run(model_path, prompts, out, "--max-new-tokens", "3") == EXIT_FAILED, "the first error is there still"
+        records = [json.loads(line) for line in out.read_bytes().splitlines()]
+        assert [record.get("id") for record in records] in (["a", None, "b"], [None, "a", "b"])
+
+
 FOREIGN = [
     b"precious",
     b"precious\n",
