@@ -304,9 +304,11 @@ class Engine:
         """The host chooses while the device takes the next step, without the groups that are at their last token."""
         last, flight = flight.split()
         last_landing = self._lookahead.land(last) if last.groups else None
-        landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
-        if last_landing is not None:
-            self._choose(last, last_landing)
+        try:
+            landing, ahead = self._lookahead.land_and_go_on(flight, self.pool)
+        finally:  # they need no next step, should it fail
+            if last_landing is not None:
+                self._choose(last, last_landing)
         num_branches = [len(group.branches) for group in flight.groups]
         chosen = self._choose(flight, landing)
         if [len(continuations) for continuations in chosen] == num_branches:

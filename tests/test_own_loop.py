@@ -398,16 +398,23 @@ def test_who_aborts_what_is_no_run_of_the_decoder_is_told_and_the_others_go_on(k
     assert_unused(decoder)
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
 @pytest.mark.parametrize("call", ["generate", "generate_many", "stream"])
-def test_who_had_finished_before_the_turn_failed_has_its_result(call, monkeypatch):
-    """The next step, of another caller's request, was launched in that turn and failed: both got its error."""
+def test_who_had_finished_before_the_turn_failed_has_its_result(call, looks_ahead, monkeypatch):
+    """The next step, of another caller's request, was launched in that turn and failed: both got its error.
+
+    Where the device goes on before the host chooses, who is at its last token has not even finished by then.
+    """
     decoder = make_decoder()
     alone = token_ids(decoder.generate(PROMPT, BEAMS))
     engine = decoder._engine
+    engine._looks_ahead = looks_ahead
     decode = engine._graphs.decode
+    failed = []
 
     def failing(inputs):
-        if engine._finished:
+        if len(inputs.block_tables) < 2 * BEAMS.num_beams:
+            failed.append(bool(engine._finished))
             raise MemoryError("no room for a step")
         return decode(inputs)
 
@@ -422,4 +429,5 @@ def test_who_had_finished_before_the_turn_failed_has_its_result(call, monkeypatc
         result = list(decoder.stream(PROMPT, BEAMS))[-1].result
     assert token_ids(result) == alone
     assert isinstance(theirs.error.__cause__, MemoryError)
+    assert failed == [not looks_ahead], "the step failed in another place than was meant"
     assert_unused(decoder)
