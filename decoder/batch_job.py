@@ -77,15 +77,16 @@ class BatchJob:
             if path.exists() and not path.is_file():
                 # A pipe gives its lines once, and for ever nothing to who reads back what was written.
                 raise ValueError(f"{path} is no file: prompts are read twice, and results are looked at to go on")
+        self.num_lines = last = 0
         with prompts.open("rb") as lines:
-            numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
-        self.num_lines = len(numbers)
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    self.num_lines, last = self.num_lines + 1, number
         self._prompts = prompts
         self._defaults = defaults
         self._results = ResultsFile(out)
         # Not their sum: a line that failed without an id, was mended and done again by one, is there twice.
-        done = self._results
-        if len(done.ids) > self.num_lines or max(done.numbers, default=0) > max(numbers, default=0):
+        if len(self._results.ids) > self.num_lines or max(self._results.numbers, default=0) > last:
             self._results.close()
             raise ValueError(
                 f"{out} has results of other prompts than the {self.num_lines} lines of {prompts}: name another file"
