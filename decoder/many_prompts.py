@@ -53,7 +53,7 @@ class ManyPrompts:
 
     def __init__(self, decoder: "Decoder", pairs: Iterable[tuple[Any, Any] | None]) -> None:
         self._decoder = decoder
-        self._source = enumerate(pairs)
+        self._source: Iterator[tuple[int, Any]] = enumerate(pairs)
         self._runs: dict[int, tuple[Request, Run]] = {}  # by index of the prompt
         self._source_error: Exception | None = None
         self._faults = 0
@@ -83,7 +83,7 @@ class ManyPrompts:
             try:
                 index, pair = next(self._source, (None, None))
             except Exception as error:  # later: what was taken before is not lost by it
-                self._source_error = error
+                self._source_error, self._source = error, enumerate(())
                 return
             if index is None or pair is None:
                 return

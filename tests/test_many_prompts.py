@@ -148,6 +148,30 @@ def test_a_source_that_raises_ends_it_behind_what_it_gave():
     assert_unused(decoder)
 
 
+def test_a_source_that_raised_is_asked_no_more():
+    """An iterator of a class may well go on after an error; the iteration has ended then."""
+
+    class Source:
+        given = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.given += 1
+            if self.given == 2:
+                raise OSError("the disk is gone")
+            return [1, self.given]
+
+    source, decoder = Source(), make_decoder()
+    outcomes = decoder.generate_many(source, BEAMS)
+    assert next(outcomes).result is not None
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(outcomes)
+    assert source.given == 2
+    assert_unused(decoder)
+
+
 def test_a_slow_source_does_not_hold_up_what_runs():
     """Waiting for 256 prompts that come one a second, before the first turn, would take minutes."""
     decoder = make_decoder()
