@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from cowbeam.decoder.params import BeamSearchParams, EarlyStopping, Params, SamplingParams
+from cowbeam.decoder.params import OF_DRAWS, BeamSearchParams, EarlyStopping, Params, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,10 +120,10 @@ def make_params(options: dict[str, Any], *, sample: bool) -> Params:
     """The parameters that the command's options ask for. Raises ValueError for one that does not go with them."""
     kind: type[BeamSearchParams] | type[SamplingParams] = SamplingParams if sample else BeamSearchParams
     names = {field.name for field in dataclasses.fields(kind)}
-    for name in options:
+    for name, value in options.items():
         if name not in names:
             raise ValueError(f"--{name.replace('_', '-')} does not go with {'--sample' if sample else 'beam search'}")
-        if name in ("temperature", "top_k", "top_p", "min_p") and not sample and not options.get("do_sample"):
+        if value != OF_DRAWS.get(name, value) and not sample and not options.get("do_sample"):
             raise ValueError(f"--{name.replace('_', '-')} is for --sample, or for beams that draw (--do-sample)")
     return kind(**options)
 

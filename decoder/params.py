@@ -40,6 +40,9 @@ _UNSUPPORTED = {
     "watermarking_config": None,
 }
 
+# Settings of draws alone, and the values at which they change nothing.
+OF_DRAWS: Mapping[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Params:
@@ -123,8 +126,7 @@ class _Params:
                 raise ValueError(f"max_length={shown(limit)} counts the prompt too: give max_new_tokens")
         fields = {field.name: getattr(generation_config, field.name, None) for field in dataclasses.fields(cls)}
         if not getattr(generation_config, "do_sample", False):
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                fields[name] = None
+            fields |= dict.fromkeys(OF_DRAWS)
         if "num_beams" in fields:
             fields["num_beams"] = fields["num_beams"] or 1  # as transformers takes it
         return cls(**{name: value for name, value in fields.items() if value is not None} | changes)
@@ -200,7 +202,7 @@ class BeamSearchParams(_Params):
             raise ValueError("do_sample=True with num_beams=1 is plain sampling: use SamplingParams")
         self._check_groups()
         if not self.do_sample:
-            for name, neutral in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            for name, neutral in OF_DRAWS.items():
                 if getattr(self, name) != neutral:
                     raise ValueError(f"{name}={getattr(self, name)!r} has no effect without do_sample=True")
 

@@ -92,6 +92,11 @@ def test_a_prompt_is_as_long_when_it_was_computed_before(model_path, capsys):
     assert [bool(before) for _, before in lengths] == [False, True]
 
 
+def test_settings_of_draws_at_which_nothing_changes_go_with_beams(model_path, capsys):
+    neutral = ("--temperature", "1", "--top-k", "0", "--top-p", "1", "--min-p", "0")
+    assert run(model_path, capsys, "the fox", "--max-new-tokens", "2", *neutral)[0] == 0
+
+
 def test_the_model_is_fetched_by_a_command_with_a_help(capsys):
     assert main(["fetch-model", "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: cowbeam fetch-model")
