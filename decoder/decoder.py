@@ -409,11 +409,12 @@ class Decoder:
 
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
         self.check_ready()
-        is_list = isinstance(params, Sequence) and not isinstance(params, str)
-        each = params if is_list else [BeamSearchParams() if params is None else params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} params")
-        return [self._request_maker.make(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+        if isinstance(params, Sequence) and not isinstance(params, str):
+            pairs: Iterable[tuple[Prompt, Any]] = pairs_of(prompts, params)
+        else:
+            one = BeamSearchParams() if params is None else params
+            pairs = ((prompt, one) for prompt in prompts)
+        return [self._request_maker.make(prompt, own) for prompt, own in pairs]
 
 
 def _check_folder(name: str) -> None:

@@ -10,8 +10,6 @@ import numpy as np
 
 MAX_STOP_STRING = 1000  # characters: as many of a branch's text are looked at for every candidate
 
-_FLOAT32_MAX = 3.4028234663852886e38
-
 TokenIds = tuple[int, ...]
 
 
@@ -97,7 +95,7 @@ def sequence_bias(given: Any) -> tuple[tuple[TokenIds, float], ...] | None:
     for pair in pairs:
         if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str | bytes):
             raise ValueError(f"{name} must map token sequences to numbers, got {shown(pair)}")
-        check_number(f"a bias of {name}", pair[1], -math.inf, _FLOAT32_MAX)  # what is added in float32 must not be inf
+        check_number(f"a bias of {name}", pair[1], -math.inf, float(np.finfo(np.float32).max))
     return tuple((_sequence(name, ids), float(bias)) for ids, bias in pairs) or None
 
 

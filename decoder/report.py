@@ -121,11 +121,11 @@ def _completions_table(result: DecodeResult, params: Params) -> Table:
 
 def _memory_table(result: DecodeResult) -> Table:
     stats, memory = result.stats, result.stats.peak_memory
-    computed = f"computed once{f', {stats.reused_tokens} of them before' if stats.reused_tokens else ''}"
+    before = f", {stats.reused_tokens} of them before" if stats.reused_tokens else ""
     title = (
         f"KV memory at the peak: {stats.peak_blocks} blocks of {stats.block_size} tokens; prompt of "
-        f"{len(result.prompt_token_ids)} tokens {computed}; {stats.steps} steps, {stats.cow_copies} copy-on-writes, "
-        f"{stats.seconds:.1f} s ({stats.attention})"
+        f"{len(result.prompt_token_ids)} tokens computed once{before}; {stats.steps} steps, "
+        f"{stats.cow_copies} copy-on-writes, {stats.seconds:.1f} s ({stats.attention})"
     )
     table = Table(title=title, title_justify="left")
     table.add_column("kept by")
